@@ -1,0 +1,93 @@
+"""Slots and the types that fill them.
+
+A slot is a place in a model ("attention", "mlp", "norm" ...), a type one way to fill it. A type has a config class (data) and a
+block class (a module). The built-in config classes are registered when ``ligerformer.configs`` is imported and their blocks attached by
+``ligerformer.blocks``; a user's type gives both at once with :func:`register`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=type)
+
+_configs: dict[str, dict[str, type]] = {}
+_blocks: dict[tuple[str, str], type] = {}
+
+
+def slots() -> list[str]:
+    """Names of all slots."""
+    return list(_configs)
+
+
+def types(slot: str) -> list[str]:
+    """Names of all types registered for ``slot``; a ValueError for an unknown slot."""
+    if slot not in _configs:
+        raise ValueError(f"unknown slot {slot!r}; known: {', '.join(_configs)}")
+    return list(_configs[slot])
+
+
+def config_class(slot: str, type_: str) -> Any:
+    """The config class of a type."""
+    return _configs[slot][type_]
+
+
+def block_class(slot: str, type_: str) -> Any:
+    """The block class of a type."""
+    try:
+        return _blocks[slot, type_]
+    except KeyError:
+        raise ValueError(f"type {type_!r} of slot {slot!r} has a config and no block; give it one with @register") from None
+
+
+def config(slot: str, type_: str) -> Callable[[T], T]:
+    """Class decorator for built-in config classes: adds the type, opening the slot where it is new."""
+
+    def add(cls: T) -> T:
+        known = _configs.setdefault(slot, {})
+        if type_ in known:
+            raise ValueError(f"type {type_!r} of slot {slot!r} is registered already, by {known[type_].__qualname__}")
+        if type_ in _configs:
+            raise ValueError(f"type {type_!r} has the name of a slot; choose another name")
+        cls.slot, cls.type = slot, type_
+        known[type_] = cls
+        return cls
+
+    return add
+
+
+def block(config_cls: type) -> Callable[[T], T]:
+    """Class decorator for built-in blocks: attaches the module to its registered config class."""
+
+    def attach(cls: T) -> T:
+        _blocks[config_cls.slot, config_cls.type] = cls  # type: ignore[attr-defined]
+        return cls
+
+    return attach
+
+
+def register(slot: str, type_: str) -> Callable[[T], T]:
+    """Class decorator that adds a block of your own: ``@register("attention", "differential")``.
+
+    The class is a ``torch.nn.Module`` built as ``Block(config, model_config, layer_index)`` and has its config dataclass (frozen,
+    deriving from ``ligerformer.configs.Config``) in the attribute ``Config``. From then on ``dict(type="differential", ...)`` is
+    understood in that slot. Raises a ValueError for an unknown slot or a name that is taken, a TypeError without ``Config``.
+    """
+
+    def add(cls: T) -> T:
+        types(slot)
+        own = getattr(cls, "Config", None)
+        if not isinstance(own, type):
+            raise TypeError(f"{cls.__name__} has no config class; expected a frozen dataclass in the attribute 'Config'")
+        config(slot, type_)(own)
+        _blocks[slot, type_] = cls
+        return cls
+
+    return add
+
+
+def unregister(slot: str, type_: str) -> None:
+    """Take a type away again (tests and notebooks that define a block twice)."""
+    del _configs[slot][type_]
+    _blocks.pop((slot, type_), None)
