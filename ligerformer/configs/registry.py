@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
+B = TypeVar("B", bound=Callable[..., Any])
 
 _configs: dict[str, dict[str, type]] = {}
-_blocks: dict[tuple[str, str], type] = {}
+_blocks: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def slots() -> list[str]:
@@ -57,12 +58,12 @@ def config(slot: str, type_: str) -> Callable[[T], T]:
     return add
 
 
-def block(config_cls: type) -> Callable[[T], T]:
-    """Class decorator for built-in blocks: attaches the module to its registered config class."""
+def block(config_cls: Any) -> Callable[[B], B]:
+    """Decorator for built-in blocks: attaches the module (or function) to its registered config class."""
 
-    def attach(cls: T) -> T:
-        _blocks[config_cls.slot, config_cls.type] = cls  # type: ignore[attr-defined]
-        return cls
+    def attach(block_: B) -> B:
+        _blocks[config_cls.slot, config_cls.type] = block_
+        return block_
 
     return attach
 

@@ -1,0 +1,209 @@
+"""The decoder: embed -> expand -> layers -> collapse -> head. No block type is named here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..configs import ModelConfig, registry
+from ..generate import generate
+from .cache import Cache
+from .layer import Layer, make
+from .state import AUX_LOSS, Context, State, documents_of, positions_of, shifted_labels
+
+Recompute = Literal["none", "layer"]
+
+
+class Output(OrderedDict[str, Any]):
+    """What a call returns: ``loss``, ``logits``, ``hidden_states``. Holds only what was made; an absent one reads as None.
+
+    Also a mapping, and indexable by position, as trainers expect.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loss", "logits", "hidden_states"):
+            return self.get(name)
+        raise AttributeError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple(self.values())[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
+
+
+class Decoder(nn.Module):
+    """A decoder language model built from a config; parameters start on the meta device (see ``build``)."""
+
+    accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch and leaves the averaging to us
+    main_input_name = "input_ids"
+
+    def __init__(self, config: ModelConfig, *, recompute: Recompute = "none") -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = _checked(recompute)
+        self.source: Any = None  # what conversion keeps for the way back
+        self.load_report: Any = None
+        with torch.device("meta"):
+            self.embed = make(config.embed, config, -1)
+            sites, layers = 0, []
+            for i in range(config.num_layers):
+                layers.append(Layer(config, i, sites))
+                sites += len(layers[-1].sites)
+            self.layers = nn.ModuleList(layers)
+            self.ends = registry.block_class(config.residual.slot, config.residual.type).Ends(config.residual, config, -1)
+            self.final_norm = None if config.final_norm is None else make(config.final_norm, config, -1)
+            self.head = make(config.head, config, -1)
+        if config.tie_embeddings:
+            self.head.tie(self.embed)
+        for path, module in self.named_modules():
+            if hasattr(module, "cache_spec"):
+                module.path = path
+
+    def forward(
+        self,
+        input_ids: Tensor,  # (B, T) int64
+        labels: Tensor | None = None,  # (B, T) int64
+        *,
+        attention_mask: Tensor | None = None,  # (B, T), or (B, cached + T) with a cache; 0 is padding
+        position_ids: Tensor | None = None,  # (1 or B, T)
+        document_ids: Tensor | None = None,  # (B, T)
+        shift_labels: Tensor | None = None,  # (B, T)
+        num_items_in_batch: float | Tensor | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        cache: Cache | None = None,
+        return_logits: bool | None = None,
+        return_hidden_states: bool = False,
+    ) -> Output:
+        """Run the model on token ids.
+
+        With ``labels`` (shifted here by one, within documents) or ``shift_labels`` (taken as they are; -100 is ignored) the result has
+        ``.loss``, an fp32 scalar: the mean over the labels that count, or their sum over ``num_items_in_batch``, plus the branches'
+        auxiliary losses; logits are then made only if ``return_logits``. Without labels it has ``.logits`` (B, T, V), of the last
+        ``logits_to_keep`` tokens (an int, or the indices as a tensor) where given. ``return_hidden_states`` adds ``.hidden_states``: the
+        stream before each layer, then the normed output; num_layers + 1 tensors. A ``cache`` (``new_cache``) is filled in place.
+
+        Raises a ValueError for an empty batch, tensors on the wrong device, or shapes that do not fit together.
+        """
+        self._check_inputs(input_ids, labels=labels, shift_labels=shift_labels, document_ids=document_ids)
+        ctx = self._context(input_ids, attention_mask, position_ids, document_ids, cache)
+        h, hidden = self._hidden(input_ids, ctx, return_hidden_states)
+        output = Output()
+        if labels is not None or shift_labels is not None:
+            targets = shift_labels if shift_labels is not None else shifted_labels(labels, ctx.document_ids)
+            output["loss"] = self.head.loss(h.hidden, targets, num_items=num_items_in_batch)
+            if AUX_LOSS in h.shared:
+                output["loss"] = output["loss"] + h.shared[AUX_LOSS]
+        if return_logits if return_logits is not None else "loss" not in output:
+            output["logits"] = self.head.logits(_kept(h.hidden, logits_to_keep))
+        if hidden is not None:
+            output["hidden_states"] = hidden
+        return output
+
+    def _hidden(self, input_ids: Tensor, ctx: Context, keep: bool) -> tuple[_Final, tuple[Tensor, ...] | None]:
+        """The normed output (B, T, C) with the shared tensors, and on demand the stream before each layer."""
+        state = self.ends.expand(self.embed(input_ids))
+        streams = []
+        for layer in self.layers:
+            if keep:
+                state = self.ends.settle(state)
+                streams.append(self.ends.hidden(state))
+            if self.recompute == "layer" and torch.is_grad_enabled():
+                state = self._recomputed(layer, self.ends.settle(state), ctx)
+            else:
+                state = layer(state, ctx)
+        hidden = self.ends.collapse(state, self.final_norm)
+        return _Final(hidden, state.shared), (*streams, hidden) if keep else None
+
+    @staticmethod
+    def _recomputed(layer: nn.Module, state: State, ctx: Context) -> State:
+        """One layer, its activations recomputed in the backward; every tensor of the state passes as an argument."""
+        tensors, structure = state.flatten()
+        after = []
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            tensors, after_structure = layer(structure.restore(tensors), ctx).flatten()
+            after.append(after_structure)
+            return tensors
+
+        tensors = checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
+        return after[0].restore(tensors)
+
+    def _context(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> Context:
+        tokens = (input_ids.shape[0], input_ids.shape[1])
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, -tokens[1] :]
+        documents = documents_of(tokens, document_ids, attention_mask, position_ids if cache is None else None)
+        if position_ids is not None:
+            positions = position_ids
+            if not positions.is_cuda and bool((positions < 0).any()):
+                raise ValueError(f"position_ids: the least is {int(positions.min())}; expected 0 and up")
+        elif cache is not None and cache.next_positions is not None:
+            positions = cache.next_positions + torch.arange(tokens[1], device=input_ids.device)
+        elif documents is not None:
+            positions = positions_of(documents)
+        else:
+            positions = torch.arange(tokens[1], device=input_ids.device).unsqueeze(0)
+        if cache is not None:
+            cache.extend(tokens[1], documents, positions)
+            if documents is None and cache.document_ids is not None:
+                documents = cache.document_ids[:, cache.length - tokens[1] : cache.length]
+        return Context(positions, documents, cache)
+
+    def _check_inputs(self, input_ids: Tensor, **others: Tensor | None) -> None:
+        if input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise ValueError(f"input_ids: shape is {tuple(input_ids.shape)}; expected (batch, tokens), both at least 1")
+        device = self.embed.weight.device
+        if input_ids.device != device:
+            raise ValueError(f"input_ids is on {input_ids.device} and the model on {device}; move one of them")
+        for name, x in others.items():
+            if x is not None and (x.shape != input_ids.shape or x.device != device):
+                raise ValueError(
+                    f"{name}: shape {tuple(x.shape)} on {x.device}; expected {tuple(input_ids.shape)} on {device}, as input_ids has"
+                )
+
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
+        """An empty key-value cache for ``batch`` rows of up to ``capacity`` tokens, in the weights' dtype unless another is given."""
+        weight = self.embed.weight
+        specs = {m.path: m.cache_spec(batch, capacity, dtype or weight.dtype) for m in self.modules() if hasattr(m, "cache_spec")}
+        return Cache(specs, batch, capacity, weight.device)
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Continue prompts (B, T) by up to ``max_new_tokens`` tokens; see :func:`ligerformer.generate.generate`."""
+        return generate(self, input_ids, max_new_tokens, **options)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """``recompute="layer"``, under transformers' name for it."""
+        self.recompute = "layer"
+
+    def gradient_checkpointing_disable(self) -> None:
+        """``recompute="none"``, under transformers' name for it."""
+        self.recompute = "none"
+
+
+@dataclasses.dataclass
+class _Final:
+    hidden: Tensor
+    shared: dict[str, Tensor]
+
+
+def _checked(recompute: str) -> Recompute:
+    if recompute not in get_args(Recompute):
+        raise ValueError(f"recompute is {recompute!r}; expected {' or '.join(repr(r) for r in get_args(Recompute))}")
+    return recompute  # type: ignore[return-value]
+
+
+def _kept(h: Tensor, logits_to_keep: int | Tensor | None) -> Tensor:
+    """The rows of h (B, T, C) whose logits are wanted."""
+    if logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        return h
+    return h[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else h[:, logits_to_keep]
