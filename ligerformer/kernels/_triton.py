@@ -53,7 +53,7 @@ class DeviceInfo:
     warp_size: int = 32
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _query(index: int) -> DeviceInfo:
     props = torch.cuda.get_device_properties(index)
     if torch.version.hip:
