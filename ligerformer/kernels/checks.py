@@ -22,7 +22,7 @@ def is_tensor(op: str, name: str, x: Any, dtypes: Sequence[torch.dtype] = FLOATS
 
 def has_shape(op: str, name: str, x: Tensor, expected: tuple[int | str, ...]) -> None:
     """ValueError unless ``x.shape`` matches ``expected``, in which a string stands for any size."""
-    if x.dim() != len(expected) or any(isinstance(e, int) and s != e for s, e in zip(x.shape, expected)):
+    if x.dim() != len(expected) or any(isinstance(e, int) and s != e for s, e in zip(x.shape, expected, strict=True)):
         raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; expected ({', '.join(str(e) for e in expected)})")
 
 
@@ -42,6 +42,18 @@ def one_of(op: str, name: str, value: Any, allowed: Sequence[Any]) -> None:
     """ValueError unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{op}: {name} is {value!r}; expected one of {', '.join(repr(a) for a in allowed)}")
+
+
+def in_range(op: str, name: str, ids: Tensor, size: int) -> None:
+    """IndexError unless all of ``ids`` are in [0, size); looked at on the CPU alone, and not while a graph is traced.
+
+    On a GPU the look would be a host sync: there the op makes that row's result NaN.
+    """
+    if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
+        return
+    low, high = (int(value) for value in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        raise IndexError(f"{op}: {name} holds {low if low < 0 else high}; expected values in [0, {size})")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -124,4 +124,4 @@ def explain(*, reset: bool = False) -> str:
     if len(rows) == 1:
         return "no op has run"
     widths = [max(len(r[i]) for r in rows) for i in range(4)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(r, widths)), r[4]]).rstrip() for r in rows)
+    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(r[:4], widths, strict=True)), r[4]]).rstrip() for r in rows)

@@ -48,8 +48,9 @@ class Case:
     """One op with one set of options.
 
     ``make(draw, rows)`` returns (args, kwargs) for that many tokens; each floating tensor among them is a differentiable input unless
-    its keyword (or the position as a string, "2") is in ``constants``. ``ulps`` bounds each output's and gradient's distance from fp64 (max|a - b|
-    / max|b|) in units of the dtype's epsilon. Rows in ``rows`` are walked, with one row and none among them where the op has such a call.
+    its keyword (or the position as a string, "2") is in ``constants``. ``ulps`` bounds each output's and gradient's distance from
+    fp64 (max|a - b| / max|b|) in units of its dtype's epsilon. Rows in ``rows`` are walked, with one row and none among them
+    where the op has such a call.
     """
 
     op: str
