@@ -3,5 +3,21 @@
 from .dispatch import OPS, explain, use
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
+from .norms import add_rms_norm, rms_norm
+from .qk_norm_rope import qk_norm_rope
+from .rope import rope
 
-__all__ = ["OPS", "embedding", "explain", "geglu", "geglu_packed", "swiglu", "swiglu_packed", "use"]
+__all__ = [
+    "OPS",
+    "add_rms_norm",
+    "embedding",
+    "explain",
+    "geglu",
+    "geglu_packed",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "swiglu_packed",
+    "use",
+]
