@@ -3,6 +3,8 @@
 from .dispatch import OPS, explain, use
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
+from .mhc_coefficients import mhc_coefficients, mhc_pre
+from .mhc_stream import mhc_read, mhc_write
 from .norms import add_rms_norm, rms_norm
 from .qk_norm_rope import qk_norm_rope
 from .rope import rope
@@ -14,6 +16,10 @@ __all__ = [
     "explain",
     "geglu",
     "geglu_packed",
+    "mhc_coefficients",
+    "mhc_pre",
+    "mhc_read",
+    "mhc_write",
     "qk_norm_rope",
     "rms_norm",
     "rope",
