@@ -1,5 +1,6 @@
 """Ops: pure functions on tensors, each with a plain-torch reference and Triton kernels. No op knows a model."""
 
+from .attention import attention
 from .dispatch import OPS, explain, use
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
@@ -12,6 +13,7 @@ from .rope import rope
 __all__ = [
     "OPS",
     "add_rms_norm",
+    "attention",
     "embedding",
     "explain",
     "geglu",

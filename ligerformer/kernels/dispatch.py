@@ -50,30 +50,41 @@ class Op:
         OPS[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reason = self._why_not_triton(args[0], args, kwargs)
+        reason = self.why_not_triton(args, kwargs)
         if reason is None:
             return self.triton(*args, **kwargs)
         ran(self.name, "forward", "reference", reason, args[0].is_cuda)
         return self.reference(*args, **kwargs)
 
-    def _why_not_triton(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where Triton serves the call, else the reason; an error where Triton was demanded and cannot."""
-        if _mode == "reference":
+    def why_not_triton(self, args: tuple[Any, ...], kwargs: dict[str, Any], demanded: bool | None = None) -> str | None:
+        """None where Triton serves the call, else the reason; an error where Triton was demanded and cannot.
+
+        ``demanded`` overrides the scope: True for a call that asked for Triton itself, False for one that only wants to know.
+        """
+        x: Tensor = args[0]
+        if _mode == "reference" and demanded is None:
             return "asked for by kernels.use('reference')"
+        by = "impl='triton' was given" if demanded else "kernels.use('triton') is in force"
+        demanded = _mode == "triton" if demanded is None else demanded
         device = x.device.type
         if device in ("xpu", "npu", "hpu"):
             raise ValueError(f"{self.name}: tensors are on {x.device}, which is not supported; use a CUDA or ROCm GPU, or the CPU")
         if not HAS_TRITON:
             reason: str | None = "triton is not installed"
-        elif device != "cuda" and not (device == "cpu" and INTERPRETED and _mode == "triton"):
+        elif device != "cuda" and not (device == "cpu" and INTERPRETED and demanded):
             reason = f"tensors are on {device}"
         elif x.is_floating_point() and x.dtype not in TRITON_DTYPES:
             reason = f"{str(x.dtype).removeprefix('torch.')} is served by the reference alone"
         else:
             reason = self.unsupported(*args, **kwargs) if self.unsupported is not None else None
-        if reason is not None and _mode == "triton":
-            raise ValueError(f"{self.name}: kernels.use('triton') is in force, but Triton cannot serve this call: {reason}")
+        if reason is not None and demanded:
+            raise ValueError(f"{self.name}: {by}, but Triton cannot serve this call: {reason}")
         return reason
+
+
+def mode() -> Mode:
+    """What the innermost :func:`use` scope asks for."""
+    return _mode
 
 
 def ran(op: str, direction: str, implementation: str, why: str, on_gpu: bool = False) -> None:
@@ -112,11 +123,11 @@ def use(mode: Mode) -> Iterator[None]:
 def explain(*, reset: bool = False) -> str:
     """A table of what ran since the start (or the last reset): op, direction, implementation, number of calls, why.
 
-    The backward of a reference is torch's autograd through it, and is listed as such with its forward.
+    The backward of a reference (of a library's attention too) is torch's autograd through it, and is listed as such with its forward.
     """
     rows = [("op", "direction", "implementation", "calls", "why")]
     for (op, direction, implementation, why), calls in sorted(_ran.items()):
-        if implementation == "reference":
+        if implementation != "triton":
             direction = "forward (backward: autograd)"
         rows.append((op, direction, implementation, str(calls), why))
     if reset:
