@@ -1,5 +1,6 @@
 """Ops: pure functions on tensors, each with a plain-torch reference and Triton kernels. No op knows a model."""
 
+from .cross_entropy import cross_entropy
 from .dispatch import OPS, explain, use
 
-__all__ = ["OPS", "explain", "use"]
+__all__ = ["OPS", "cross_entropy", "explain", "use"]
