@@ -1,6 +1,7 @@
 """Ops: pure functions on tensors, each with a plain-torch reference and Triton kernels. No op knows a model."""
 
 from .attention import attention
+from .cross_entropy import cross_entropy
 from .dispatch import OPS, explain, use
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
@@ -14,6 +15,7 @@ __all__ = [
     "OPS",
     "add_rms_norm",
     "attention",
+    "cross_entropy",
     "embedding",
     "explain",
     "geglu",
