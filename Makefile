@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Both set up all they need in .venv, from nothing but Python 3.11 and the package registry.
+# Two commands matter: `make demo` and `make test`. Each sets up what it needs in .venv, from Python 3.11 and the package registry alone.
 #
 #   make demo       train a small model on a shipped text (examples/quickstart.py)
 #   make test       the core tests
@@ -51,7 +51,7 @@ demo: $(VENV)/demo-installed
 test: $(VENV)/test-installed
 	$(PYTEST) -m "not slow and not alone" $(ARGS)
 
-# Tests that measure time or memory come first, with nothing beside them and all the threads torch takes (pytest's exit status 5: there are none).
+# Tests that measure time or memory come first, with nothing beside them and every thread (exit status 5: no such test was selected).
 test-all: lint
 	$(PY) -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]
 	$(PYTEST) -m "not alone" $(ARGS)
