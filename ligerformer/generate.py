@@ -97,6 +97,8 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor | None) -> None:
     if attention_mask is None:
         return
     if attention_mask.shape != input_ids.shape:
-        raise ValueError(f"generate: attention_mask has shape {tuple(attention_mask.shape)}; expected that of input_ids, {tuple(input_ids.shape)}")
+        raise ValueError(
+            f"generate: attention_mask has shape {tuple(attention_mask.shape)}; expected that of input_ids, {tuple(input_ids.shape)}"
+        )
     if not bool(attention_mask[:, -1].bool().all()):
         raise ValueError("generate: attention_mask ends in 0, so a prompt is padded on the right (or empty); pad prompts on the left")

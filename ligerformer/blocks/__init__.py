@@ -9,6 +9,7 @@ from .head import Head, LMHead
 from .init import allocate, constant, initialize, normal, values
 from .layer import Layer
 from .linear import FusedLinear, Linear
+from .mhc import MHC
 from .mlp import GatedMLP
 from .norm import Norm, RMSNorm
 from .residual import Add
@@ -16,6 +17,7 @@ from .rope import Rope
 from .state import Context, State
 
 __all__ = [
+    "MHC",
     "Add",
     "Cache",
     "Context",

@@ -54,9 +54,7 @@ class SoftmaxAttention(nn.Module):
         elif self.q_norm is None and v.requires_grad:
             v = v.contiguous()  # rope keeps no input: with v out of it, the packed product is freed rather than saved whole
         config = self.config
-        y = kernels.attention(
-            q, k, v, window=config.window, softcap=config.softcap, scale=config.softmax_scale, sinks=self.sinks, **mask
-        )
+        y = kernels.attention(q, k, v, window=config.window, softcap=config.softcap, scale=config.softmax_scale, sinks=self.sinks, **mask)
         return self.o_proj(y.flatten(2))
 
     def _norm_and_rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:

@@ -7,15 +7,14 @@ length of the call (dynamic, longrope) do so on the device, by the call's larges
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..configs import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
-from ..configs import registry
+from ..configs import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling, registry
 from ..configs.registry import block
 from ..configs.schema import Config
+from .fixed import FixedBuffers
 
 Frequencies = tuple[Tensor, Tensor, float]  # inverse frequencies (R/2,) inside and past the original context; a factor on cos and sin
 
@@ -84,9 +83,7 @@ def _longrope(scaling: LongRopeScaling, theta: float, dim: int) -> Frequencies:
     factor = scaling.attention_factor
     if factor is None:
         factor = (
-            1.0
-            if scaling.factor <= 1.0
-            else math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
+            1.0 if scaling.factor <= 1.0 else math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
         )
     return short, long, factor
 
@@ -97,34 +94,30 @@ def _dynamic(scaling: DynamicScaling, theta: float, dim: int) -> Frequencies:
     return frequencies, frequencies, 1.0
 
 
-class Rope(nn.Module):
+class Rope(FixedBuffers):
     """Tables of one rope config for heads of ``head_dim``: ``forward(positions)`` gives fp32 cos and sin, scaling folded in.
 
-    The frequencies are fp32 buffers that no checkpoint holds: made again on the CPU whenever the module moves, whatever dtype the model takes.
+    ``key`` tells distinct ropes apart: (config, number of rotated dimensions).
     """
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         super().__init__()
         self.config, self.dim = config, config.rotary_dim(head_dim)
         self.key: tuple[Config, int] = (config, self.dim)
-        short, long, self.factor = self._frequencies()
-        self.register_buffer("inv_freq", short, persistent=False)
-        self.register_buffer("inv_freq_long", long, persistent=False)
+        with torch.device("cpu"):
+            self.factor = self._frequencies()[2]
+        self.register_fixed()
+
+    def fixed(self) -> dict[str, Tensor]:
+        inside, past, _ = self._frequencies()
+        return {"inv_freq": inside, "inv_freq_long": past}
 
     def _frequencies(self) -> Frequencies:
-        with torch.device("cpu"):
-            scaling = self.config.scaling
-            if scaling is None:
-                plain = _plain(self.config.theta, self.dim)
-                return plain, plain, 1.0
-            return registry.block_class(scaling.slot, scaling.type)(scaling, self.config.theta, self.dim)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
-        device = fn(self.inv_freq).device
-        if device.type != "meta":
-            short, long, _ = self._frequencies()
-            self.inv_freq, self.inv_freq_long = short.to(device), long.to(device)
-        return self
+        scaling = self.config.scaling
+        if scaling is None:
+            plain = _plain(self.config.theta, self.dim)
+            return plain, plain, 1.0
+        return registry.block_class(scaling.slot, scaling.type)(scaling, self.config.theta, self.dim)
 
     @torch.no_grad()
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # (1 or B, T) -> (1 or B, T, R/2) twice

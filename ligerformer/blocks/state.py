@@ -61,8 +61,7 @@ class Context:
     def rope(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and sin (1 or B, T, R/2) in fp32 of a rope, computed once a forward for each distinct rope config."""
         if rope.key not in self.tables:
-            with torch.no_grad():
-                self.tables[rope.key] = rope(self.positions)
+            self.tables[rope.key] = rope(self.positions)
         return self.tables[rope.key]
 
 

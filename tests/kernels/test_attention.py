@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ligerformer import kernels
 from ligerformer.kernels import attention
-from ligerformer.kernels.attention import _attention_reference as reference_alone  # the oracle's own handle
-from ligerformer.kernels.attention import _check_documents, _check_slots
 
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
