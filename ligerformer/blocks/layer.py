@@ -39,7 +39,7 @@ class Layer(nn.Module):
             norm = self.norms[j] if len(self.norms) else None
             normed, state = self.sites[j].read(state, norm)
             ys, shared = self._branches(keys, normed, ctx, state.shared)
-            post_norms = [self.post_norms[key] if key in self.post_norms else None for key in keys]
+            post_norms = [self.post_norms[key] if key in self.post_norms else None for key in keys]  # noqa: SIM401 (ModuleDict has no get)
             state = self.sites[j].write(state, ys, post_norms, shared)
         return state
 
