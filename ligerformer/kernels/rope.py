@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from . import checks, dispatch, library
 from ._triton import launch, on_device, tl, triton
+from .norms import fp64_among
 
 _WHY = "tensors on a device that Triton serves"
 
@@ -315,12 +316,7 @@ def _rope_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return _rope_rotate(q, k, cos, sin, False)
 
 
-def fp64_tables(cos: Tensor, sin: Tensor) -> str | None:
-    """Why Triton does not serve a call with such tables; None where it does."""
-    return "the tables are float64, which is served by the reference alone" if torch.float64 in (cos.dtype, sin.dtype) else None
-
-
-_rope = dispatch.Op("rope", _rope_reference, _rope_triton, lambda q, k, cos, sin: fp64_tables(cos, sin))
+_rope = dispatch.Op("rope", _rope_reference, _rope_triton, lambda q, k, cos, sin: fp64_among(cos, sin))
 
 
 # ---- public ----
