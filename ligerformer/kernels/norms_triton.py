@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._triton import device_info, launch, on_device, tl, triton
+from ._triton import DeviceInfo, device_info, launch, on_device, tl, triton
 
 
 @triton.jit
@@ -129,6 +129,8 @@ def _rms_norm_backward_kernel(
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
+    if weight_ptr is not None:
+        scale = _load_scale(weight_ptr, columns, columns < WIDTH, offset)
     for tile in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         mask = (row < rows)[:, None] & (columns < WIDTH)
@@ -140,7 +142,7 @@ def _rms_norm_backward_kernel(
             dweight += dy * normed
         if dx_ptr is not None:
             if weight_ptr is not None:
-                dy *= _load_scale(weight_ptr, columns, columns < WIDTH, offset)
+                dy *= scale
             dx = rstd * (dy - normed * (tl.sum(dy * normed, axis=1) / WIDTH)[:, None])
             if dsum_ptr is not None:
                 dx += tl.load(dsum_ptr + row[:, None] * dsum_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -219,18 +221,16 @@ WIDEST_ROW = 16384  # columns; wider rows are read twice
 TILE = 4096  # elements of a tile of narrow rows
 WIDE_FORWARD = {"BLOCK_COLUMNS": 4096, "num_warps": 8}
 WIDE_DWEIGHT = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024, "num_warps": 4}
-WARPS_PER_SM = 32  # of backward programs that walk the rows: what registers allow
+THREADS_PER_SM = 1024  # of backward programs, which walk the rows: what registers allow
+PREFETCH = 48 * 1024  # bytes: a backward program fetches its next tile ahead, into shared memory, if all of it takes no more
 
 
-def _tile(width: int, elements_per_warp: int) -> dict[str, int]:
+def _tile(width: int, elements_per_thread: int, device: DeviceInfo) -> dict[str, int]:
     """Rows a program takes at a time, and its warps."""
     block_columns = triton.next_power_of_2(width)
     block_rows = max(1, TILE // block_columns)
-    return {
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_COLUMNS": block_columns,
-        "num_warps": min(32, max(1, block_rows * block_columns // elements_per_warp)),
-    }
+    threads = min(1024, block_rows * block_columns // elements_per_thread)
+    return {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": threads // device.warp_size}
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def launch_forward(
         if width > WIDEST_ROW:
             launch(_rms_norm_wide_forward_kernel, (rows,), *tensors, *scalars, **meta, **WIDE_FORWARD)
         else:
-            tile = _tile(width, 1024)
+            tile = _tile(width, 32, device_info(x.device))
             launch(_rms_norm_forward_kernel, (triton.cdiv(rows, tile["BLOCK_ROWS"]),), *tensors, rows, *scalars, **meta, **tile)
 
 
@@ -286,22 +286,24 @@ def launch_backward(
         dsum = _as_rows(dsum)
         dsum_stride = dsum.stride(0)
     strides = (dy.stride(0), dsum_stride, x.stride(0))
-    num_sms = device_info(x.device).num_sms
+    device = device_info(x.device)
     partial = None
     with on_device(x):
         if width <= WIDEST_ROW:
-            tile = _tile(width, 512)
-            programs = min(triton.cdiv(rows, tile["BLOCK_ROWS"]), num_sms * max(1, WARPS_PER_SM // tile["num_warps"]))
+            tile = _tile(width, 16, device)
+            fetched = tile["BLOCK_ROWS"] * tile["BLOCK_COLUMNS"] * sum(t.element_size() for t in (dy, dsum, x) if t is not None)
+            programs_per_sm = max(1, THREADS_PER_SM // (tile["num_warps"] * device.warp_size))
+            programs = min(triton.cdiv(rows, tile["BLOCK_ROWS"]), device.num_sms * programs_per_sm)
             if want_dweight:
                 partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
             arguments = (dy, dsum, x, weight, rstd, dx, partial, rows, *strides, offset)
-            launch(_rms_norm_backward_kernel, (programs,), *arguments, WIDTH=width, STAGES=2, **tile)
+            launch(_rms_norm_backward_kernel, (programs,), *arguments, WIDTH=width, STAGES=2 if fetched <= PREFETCH else 1, **tile)
         else:
             if dx is not None:
                 launch(_rms_norm_wide_dx_kernel, (rows,), dy, dsum, x, weight, rstd, dx, *strides, offset, WIDTH=width, **WIDE_FORWARD)
             if want_dweight:
                 blocks = triton.cdiv(width, WIDE_DWEIGHT["BLOCK_COLUMNS"])
-                splits = min(triton.cdiv(rows, WIDE_DWEIGHT["BLOCK_ROWS"]), max(1, 8 * num_sms // blocks))
+                splits = min(triton.cdiv(rows, WIDE_DWEIGHT["BLOCK_ROWS"]), max(1, 8 * device.num_sms // blocks))
                 partial = torch.empty(splits, width, dtype=torch.float32, device=x.device)
                 arguments = (dy, x, rstd, partial, rows, dy.stride(0), x.stride(0))
                 launch(_rms_norm_wide_dweight_kernel, (blocks * splits,), *arguments, WIDTH=width, **WIDE_DWEIGHT)
