@@ -55,6 +55,8 @@ def _gather_dkdv(
     dims_ok,
     first,
     end,
+    gap_first,
+    gap_end,
     num_queries,
     kv_end,
     query_start,
@@ -74,9 +76,10 @@ def _gather_dkdv(
     D_OUT_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Add to dk and dv what the queries of [first, end) of one head give; tiles are (keys, queries)."""
+    """Add to dk and dv what the queries of one head give, of [first, end) without [gap_first, gap_end); tiles are (keys, queries)."""
     DOCUMENTS: tl.constexpr = query_ids_ptr is not None
-    for start in tl.range(first, end, BLOCK_M):
+    for step in tl.range(first, end - (gap_end - gap_first), BLOCK_M):
+        start = step + tl.where(step >= gap_first, gap_end - gap_first, 0)
         queries = start + tl.arange(0, BLOCK_M)
         row = tl.cast(start, tl.int64)
         queries_ok = queries < num_queries
@@ -221,23 +224,17 @@ def attention_dkdv_kernel(
         q_head = q_ptr + b * q_batch_rows * q_stride_t + head * q_stride_h
         d_out_head = d_out_ptr + (b * num_queries * NUM_HEADS + head) * HEAD_DIM
         statistics = (b * NUM_HEADS + head) * num_queries
-        if CAUSAL:
-            dk, dv = _gather_dkdv(
-                dk, dv, k, v, q_head, d_out_head, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_offsets, d_out_offsets,
-                dims_ok, first, tl.minimum(full_first, end), num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
-                score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, D_OUT_STRIDE, BLOCK_M,
-            )  # fmt: skip
+        dk, dv = _gather_dkdv(
+            dk, dv, k, v, q_head, d_out_head, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_offsets, d_out_offsets,
+            dims_ok, first, end, full_first, full_end, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
+            score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, D_OUT_STRIDE, BLOCK_M,
+        )  # fmt: skip
         if not DOCUMENTS:
             dk, dv = _gather_dkdv(
                 dk, dv, k, v, q_head, d_out_head, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_offsets, d_out_offsets,
-                dims_ok, full_first, full_end, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
-                score_scale, score_cap, False, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, D_OUT_STRIDE, BLOCK_M,
+                dims_ok, full_first, full_end, 0, 0, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
+            score_scale, score_cap,     False, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, D_OUT_STRIDE, BLOCK_M,
             )  # fmt: skip
-        dk, dv = _gather_dkdv(
-            dk, dv, k, v, q_head, d_out_head, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_offsets, d_out_offsets,
-            dims_ok, full_end, end, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
-            score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, D_OUT_STRIDE, BLOCK_M,
-        )  # fmt: skip
 
     stored = (keys < num_keys)[:, None] & dims_ok[None, :]
     row = (b * num_keys + low_key) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
@@ -264,6 +261,8 @@ def _gather_dq(
     dims_ok,
     first,
     end,
+    gap_first,
+    gap_end,
     kv_end,
     slots,
     query_ids,
@@ -278,9 +277,10 @@ def _gather_dq(
     MASK_DIMS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add to dq what the keys of [first, end) give."""
+    """Add to dq what the keys of [first, end) give, without those of [gap_first, gap_end)."""
     DOCUMENTS: tl.constexpr = key_ids_ptr is not None
-    for start in tl.range(first, end, BLOCK_N):
+    for step in tl.range(first, end - (gap_end - gap_first), BLOCK_N):
+        start = step + tl.where(step >= gap_first, gap_end - gap_first, 0)
         keys = start + tl.arange(0, BLOCK_N)
         row = tl.cast(start, tl.int64)
         keys_ok = keys < kv_end
@@ -395,21 +395,13 @@ def attention_dq_kernel(
     full_first, full_end = full_key_tiles(low_slot, high_slot, first, end, window, CAUSAL, WINDOWED, DOCUMENTS, BLOCK_N)
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if WINDOWED:
-        dq = _gather_dq(
-            dq, q, d_out, lse, delta, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, first,
-            tl.minimum(full_first, end), end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap,
-            True, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
-        )  # fmt: skip
+    dq = _gather_dq(
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, first, end, full_first, full_end,
+        end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
+    )  # fmt: skip
     if not DOCUMENTS:
         dq = _gather_dq(
-            dq, q, d_out, lse, delta, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, full_first,
-            full_end, end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap,
-            False, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
+            dq, q, d_out, lse, delta, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, full_first, full_end, 0, 0,
+            end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap, False, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
         )  # fmt: skip
-    dq = _gather_dq(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, full_end,
-        end, end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap,
-        True, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
-    )  # fmt: skip
     tl.store(dq_ptr + row + row_offsets, (dq * scale).to(dq_ptr.dtype.element_ty), mask=queries_ok[:, None] & dims_ok[None, :])

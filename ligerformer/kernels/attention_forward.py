@@ -109,6 +109,8 @@ def _attend(
     dims_ok,
     first,
     end,
+    gap_first,
+    gap_end,
     kv_end,
     slots,
     query_ids,
@@ -123,9 +125,10 @@ def _attend(
     MASK_DIMS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Take the tile of queries through the keys of [first, end)."""
+    """Take the tile of queries through the keys of [first, end) but for the tiles of [gap_first, gap_end)."""
     DOCUMENTS: tl.constexpr = key_ids_ptr is not None
-    for start in tl.range(first, end, BLOCK_N):
+    for step in tl.range(first, end - (gap_end - gap_first), BLOCK_N):
+        start = step + tl.where(step >= gap_first, gap_end - gap_first, 0)
         keys = start + tl.arange(0, BLOCK_N)
         row = tl.cast(start, tl.int64)
         keys_ok = keys < kv_end
@@ -262,20 +265,16 @@ def attention_forward_kernel(
             top = tl.where(split == 0, top, float("-inf"))
         total = tl.where(top == float("-inf"), 0.0, 1.0)
 
-    if WINDOWED:
-        acc, top, total = _attend(
-            acc, top, total, q, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, first, tl.minimum(full_first, end),
-            end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
-        )  # fmt: skip
+    # The tiles at both edges, then what lies between them; both loops carry all arguments, for there are no closures.
+    acc, top, total = _attend(
+        acc, top, total, q, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, first, end, full_first, full_end,
+        end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
+    )  # fmt: skip
     if not DOCUMENTS:
         acc, top, total = _attend(
-            acc, top, total, q, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, full_first, full_end, end,
-            slots, query_ids, key_ids_ptr, window, score_scale, score_cap, False, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
+            acc, top, total, q, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, full_first, full_end, 0, 0,
+            end, slots, query_ids, key_ids_ptr, window, score_scale, score_cap, False, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
         )  # fmt: skip
-    acc, top, total = _attend(
-        acc, top, total, q, k_ptr, v_ptr, k_stride_t, v_stride_t, k_offsets, v_offsets, dims_ok, full_end, end, end,
-        slots, query_ids, key_ids_ptr, window, score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, MASK_DIMS, BLOCK_N,
-    )  # fmt: skip
 
     # A query that sees nothing: output 0, and a log-sum-exp that gives it (in the backward: p = exp2(s - inf)) or its split no weight.
     nothing = total == 0.0

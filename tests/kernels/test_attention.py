@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerformer.kernels import attention, attention_triton
+from ligerformer.kernels import attention, attention_tiles, attention_triton
 from ligerformer.kernels.attention import _attention_reference as reference_alone  # the oracle's own handle
 from ligerformer.kernels.attention import _check_documents, _check_slots
 
@@ -207,7 +207,7 @@ def test_slots_as_tensors(impl: str, number: int | Tensor) -> None:
 
 # ---- the kernels ----
 
-SMALL = attention_triton.Tiles(16, 16, 4, 1)
+SMALL = attention_tiles.Tiles(16, 16, 4, 1)
 
 
 @pytest.fixture
