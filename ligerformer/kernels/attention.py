@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import checks, dispatch
-from .attention_triton import attention_triton
+from .attention_triton import attention_triton, unsupported
 from .dispatch import Op
 
 Implementation = Literal["auto", "triton", "sdpa", "reference"]
@@ -68,8 +68,8 @@ def attention(
         key_document_ids: the keys' ids; by default ``document_ids`` where Tq == Tk.
         query_start: slot of the first query, counted in keys: an int, or an int tensor of no dimensions on q's device (read there,
             without a sync). 0 by default where Tq == Tk; a causal call with Tq != Tk must give it.
-        kv_length: how many leading keys are valid, an int or such a tensor; Tk by default. Keys that no query can see, by slot or by
-            ``kv_length``, are not read as numbers: a cache may hold anything there.
+        kv_length: how many leading keys are valid, an int or such a tensor; Tk by default. What lies behind them, or (causal) behind the
+            last query's slot, may be anything, NaN too: free places of a cache.
         impl: "triton" (ours), "sdpa" (torch's scaled_dot_product_attention; has no soft-cap and no sinks), "reference" (plain torch, fp32
             or fp64 inside, rounded once), or "auto": a ``kernels.use`` scope if one is in force; else on the CPU SDPA where it can
             express the call; on a GPU SDPA for half-precision attention with no mask but the causal one, unless
@@ -372,8 +372,4 @@ def _check_slots(
     return query_start, kv_length
 
 
-def _unsupported(*args: Any, **options: Any) -> str | None:
-    return "the Triton kernels are not in place yet"
-
-
-OP = Op("attention", _attention_reference, attention_triton, _unsupported)
+OP = Op("attention", _attention_reference, attention_triton, unsupported)

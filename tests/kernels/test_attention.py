@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligerformer.kernels import attention
+from ligerformer.kernels import attention, attention_tiles, attention_triton
+from ligerformer.kernels.attention import _attention_reference as reference_alone  # the oracle's own handle
+from ligerformer.kernels.attention import _check_documents, _check_slots
 
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
@@ -201,3 +203,34 @@ def test_slots_as_tensors(impl: str, number: int | Tensor) -> None:
     expected = loop_formula(q, k, v, query_start=11, kv_length=13)
     got = attention(q, k, v, query_start=number, kv_length=number + 2, impl=impl)
     assert_close([got], [expected], ulps=64)
+
+
+# ---- the kernels ----
+
+SMALL = attention_tiles.Tiles(16, 16, 4, 1)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 x 16, so that a few dozen tokens pass through every loop of every kernel, and splits of 16 keys."""
+    monkeypatch.setattr(attention_triton, "tiles", lambda *_: SMALL)
+    monkeypatch.setattr(attention_triton, "_KEYS_PER_SPLIT", 8)
+
+
+def oracle(inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """The reference in fp64 for these very inputs: output and gradients."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        document_ids, key_document_ids = _check_documents(q, k, given.get("document_ids"), given.get("key_document_ids"))
+        query_start, kv_length = _check_slots(q, k, given.get("causal", True), given.get("query_start"), given.get("kv_length"))
+        resolved = {"causal": True, "window": None, "softcap": None, "scale": q.shape[-1] ** -0.5, "sinks": None, **given}
+        resolved |= {"document_ids": document_ids, "key_document_ids": key_document_ids, "query_start": query_start, "kv_length": kv_length}
+        return reference_alone(q, k, v, **resolved)
+
+    return gradients(run, inputs, options, torch.float64)
+
+
+@pytest.mark.parametrize("label", GRID)
+def test_triton_is_the_reference(label: str, small_tiles: None, device: str) -> None:
+    inputs, options = make(label, 24, torch.float32, device, batch=2)
+    assert_close(gradients(attention, inputs, options, impl="triton"), oracle(inputs, options), ulps=16)
