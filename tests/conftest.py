@@ -1,6 +1,12 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter; the switch must be set before triton is imported."""
+"""Without a GPU, Triton kernels run in Triton's interpreter; the switch must be set before triton is imported.
 
+LIGERFORMER_FORBID_REFERENCE=1 replaces the reference of every op by a function that raises, except within
+``kernels.use("reference")``: whatever runs by itself must run on Triton, and the tests keep that scope as their oracle.
+"""
+
+import functools
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +14,27 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from ligerformer.kernels import OPS, dispatch
+
 GPU = torch.cuda.is_available()
+FORBID_REFERENCE = os.environ.get("LIGERFORMER_FORBID_REFERENCE", "0") == "1"
+
+
+def _forbidden(op: dispatch.Op) -> Any:
+    reference = op.reference
+
+    @functools.wraps(reference)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if dispatch._mode != "reference":
+            raise RuntimeError(f"{op.name} fell back to its reference, which LIGERFORMER_FORBID_REFERENCE=1 forbids")
+        return reference(*args, **kwargs)
+
+    return refuse
+
+
+if FORBID_REFERENCE:
+    for _op in OPS.values():
+        _op.reference = _forbidden(_op)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ except ImportError:  # no Triton on this platform: the reference serves every ca
 HAS_TRITON = isinstance(getattr(triton, "__version__", None), str)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "DeviceInfo", "device_info", "launch", "on_device", "tl", "triton"]
+__all__ = ["HAS_TRITON", "INTERPRETED", "DeviceInfo", "device_info", "launch", "observe_launches", "on_device", "tl", "triton"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,29 @@ def on_device(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
+# Called with (kernel, grid, args, meta) instead of the launch itself, while a scope of observe_launches is open.
+_observer: Callable[..., None] | None = None
+
+
+@contextlib.contextmanager
+def observe_launches(observer: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Within the scope nothing is launched: ``observer(kernel, grid, args, meta)`` is called in its place."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Launch ``kernel`` on a 1-D (or wider) ``grid`` of programs; nothing is launched for an empty grid.
 
     ``meta`` holds the kernel's constexpr arguments by name, and num_warps / num_stages.
     """
     if 0 in grid:
+        return
+    if _observer is not None:
+        _observer(kernel, grid, args, meta)
         return
     kernel[grid](*args, **meta)

@@ -54,12 +54,17 @@ def _glu_packed_reference(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 @triton.jit
+def _gelu_tanh_argument(x):
+    return 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2z: 2 sqrt(2/pi) outside
+
+
+@triton.jit
 def _cdf(x, ACTIVATION: tl.constexpr):
     """The factor c of activation(x) = x * c(x)."""
     if ACTIVATION == "silu":
         c = tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
-        c = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2/pi)
+        c = tl.sigmoid(_gelu_tanh_argument(x))
     else:
         c = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
     return c
@@ -67,11 +72,12 @@ def _cdf(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope(x, c, ACTIVATION: tl.constexpr):
-    """The derivative of activation(x) = x * c(x), given c."""
+    """The derivative of activation(x) = x * c(x), given c. 1 - sigmoid(y) is taken as sigmoid(-y): x multiplies what cancels."""
     if ACTIVATION == "silu":
-        slope = c * (1.0 + x * (1.0 - c))
+        slope = c + x * c * tl.sigmoid(-x)
     elif ACTIVATION == "gelu_tanh":
-        slope = c + x * c * (1.0 - c) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        slope = c + x * inner * c * tl.sigmoid(-_gelu_tanh_argument(x))
     else:
         slope = c + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)  # 1/sqrt(2 pi)
     return slope

@@ -33,6 +33,16 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator, dtype=dtype).to(self.device)
 
 
+class HollowDraw(Draw):
+    """Tensors of the right shapes without numbers (memory that is never touched), for launches that are recorded and not run."""
+
+    def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(shape, low, dtype=dtype, device=self.device)
+
+
 @dataclass(frozen=True)
 class Wrong:
     """A bad call: ``change`` edits (args, kwargs) of a good one; ``error`` must be raised with a message matching ``match``."""
@@ -51,6 +61,10 @@ class Case:
     its keyword (or the position as a string, "2") is in ``constants``. ``ulps`` bounds each output's and gradient's distance from
     fp64 (max|a - b| / max|b|) in units of its dtype's epsilon. Rows in ``rows`` are walked, with one row and none among them
     where the op has such a call.
+
+    Options: ``inside`` is set where results wider than the inputs still carry a rounding to the inputs' dtype (a product in bf16): they
+    are then bounded by its epsilon. ``eager`` is the same call in plain eager code, compared under autocast. ``large`` is ``make`` at the
+    sizes of a published model: what is compiled ahead of time, on hollow tensors that hold no numbers.
     """
 
     op: str
@@ -60,6 +74,9 @@ class Case:
     ulps: float = 4.0
     rows: tuple[int, ...] = (0, 1, 2, 7, 33)
     wrong: tuple[Wrong, ...] = ()
+    inside: bool = False
+    eager: Callable[..., Any] | None = None
+    large: Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}" if self.label else self.op
@@ -73,7 +90,72 @@ CASES: list[Case] = []
 
 # ---- gated products: swiglu, geglu ----
 
+
+def _glu_pair(width: int, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.normal(rows, width, std=2.0), draw.normal(rows, width)), options)
+
+
+def _glu_packed(width: int, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.normal(rows, 2 * width, std=2.0),), options)
+
+
+def _glu_cases(op: str, label: str, activation: Callable[[Tensor], Tensor], **options: Any) -> list[Case]:
+    wrong = [
+        Wrong("up-shape", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "up has shape"),
+        Wrong("up-dtype", lambda args, kwargs: args.__setitem__(1, args[1].long()), TypeError, "up has dtype int64"),
+    ]
+    wrong_packed = [Wrong("odd", lambda args, kwargs: args.__setitem__(0, args[0][..., 1:]), ValueError, "gate_up has shape")]
+    if options:
+        unknown = Wrong("form", lambda args, kwargs: kwargs.update(approximate="sigmoid"), ValueError, "approximate is 'sigmoid'")
+        wrong, wrong_packed = [*wrong, unknown], [*wrong_packed, unknown]
+
+    def eager_packed(gate_up: Tensor, **options: Any) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return [
+        Case(
+            op,
+            _glu_pair(67, **options),
+            label,
+            wrong=tuple(wrong),
+            eager=lambda gate, up, **options: activation(gate) * up,
+            large=_glu_pair(14336, **options),
+        ),
+        Case(
+            op + "_packed",
+            _glu_packed(67, **options),
+            label,
+            wrong=tuple(wrong_packed),
+            eager=eager_packed,
+            large=_glu_packed(14336, **options),
+        ),
+    ]
+
+
+CASES += _glu_cases("swiglu", "", torch.nn.functional.silu)
+CASES += _glu_cases("geglu", "tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh"), approximate="tanh")
+CASES += _glu_cases("geglu", "erf", torch.nn.functional.gelu, approximate="none")
+
 # ---- embedding ----
+
+
+def _embedding(vocab_size: int, hidden_size: int) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.integers(0, vocab_size, rows), draw.normal(vocab_size, hidden_size)), {})
+
+
+CASES.append(
+    Case(
+        "embedding",
+        _embedding(5, 67),  # few ids: each stands several times
+        wrong=(
+            Wrong("ids-float", lambda args, kwargs: args.__setitem__(0, args[0].float()), TypeError, "ids has dtype float32"),
+            Wrong("weight-shape", lambda args, kwargs: args.__setitem__(1, args[1][0]), ValueError, "weight has shape"),
+        ),
+        eager=torch.nn.functional.embedding,
+        large=_embedding(32768, 4096),
+    )
+)
 
 # ---- cross-entropy ----
 

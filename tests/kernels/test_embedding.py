@@ -42,10 +42,12 @@ def test_gradient_of_long_runs(tokens: int, mode: str, device: str) -> None:
 
 @pytest.mark.parametrize("mode", ["triton", "reference"])
 def test_sums_in_fp32(mode: str, device: str) -> None:
-    """4096 gradients of 1 in half precision: a sum in fp16 would stop at 2048."""
-    ids, weight = torch.zeros(4096, dtype=torch.int64, device=device), torch.zeros(2, 16, dtype=torch.float16, device=device)
-    _, got = gradient(mode, ids, weight, torch.ones(4096, 16, dtype=torch.float16, device=device))
-    assert torch.equal(got[0], torch.full((16,), 4096.0, dtype=torch.float16, device=device))
+    """2048 and sixteen ones in half precision: a sum in fp16 would stay at 2048."""
+    ids, weight = torch.zeros(17, dtype=torch.int64, device=device), torch.zeros(2, 16, dtype=torch.float16, device=device)
+    grad = torch.ones(17, 16, dtype=torch.float16, device=device)
+    grad[0] = 2048
+    _, got = gradient(mode, ids, weight, grad)
+    assert torch.equal(got[0], torch.full((16,), 2064.0, dtype=torch.float16, device=device))
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 1 << 40])

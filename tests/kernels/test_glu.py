@@ -44,9 +44,9 @@ def test_kernel_over_the_whole_range(form: str, device: str, triton_dtype: torch
     exact = gate.detach().double().requires_grad_()
     expected = _glu_reference(exact, torch.ones_like(exact), FORMS[form][1])
     expected.sum().backward()
-    # A result of up to 40 (a slope of up to 1.13) is rounded once; before that fp32's 1 - c is multiplied by up to 32 (GELU, x = 5).
-    rounding, inside = torch.finfo(triton_dtype).eps, 32 * torch.finfo(torch.float32).eps
-    assert (out.double() - expected).abs().max() <= 40 * rounding
+    # A result of up to 40 (a slope of up to 1.13) is rounded once, after a few fp32 steps.
+    rounding, inside = torch.finfo(triton_dtype).eps, 4 * torch.finfo(torch.float32).eps
+    assert (out.double() - expected).abs().max() <= 40 * (rounding + inside)
     assert (gate.grad.double() - exact.grad).abs().max() <= rounding + inside
 
 
