@@ -100,22 +100,34 @@ def tokens_first(x: Tensor, inner: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _project_sizes(x: Tensor, columns: int) -> dict[str, int]:
+    """Constants of both projection kernels: smaller blocks where fp32 products or many columns fill the registers."""
+    small = columns > 32 or x.dtype == torch.float32
+    padded, block_columns = max(16, _padded(columns)), 64 if small else 128
+    return {
+        "N": x.shape[1],
+        "K": columns,
+        "PADDED_K": padded,
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": 8,
+        "num_stages": 2 if small else 3,
+    }
+
+
 def _project(x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens, n, C), (n*C, K) -> v @ phi (splits, tokens, K) and the sum of v^2 (splits, tokens), each over a split of the columns."""
     tokens, n, hidden_size = x.shape
     columns = phi.shape[1]
-    block_tokens, block_columns = (16, 128) if tokens <= 512 else (64, 128)
+    sizes = _project_sizes(x, columns)
+    block_tokens, block_columns = (16 if tokens <= 512 else 64), sizes["BLOCK_COLUMNS"]
     token_blocks, steps = triton.cdiv(tokens, block_tokens), n * triton.cdiv(hidden_size, block_columns)
     wanted = triton.cdiv(2 * device_info(x.device).num_sms, max(token_blocks, 1))  # splits that fill the device twice
     steps_per_split = max(triton.cdiv(steps, wanted), min(steps, 4))
     splits = triton.cdiv(steps, steps_per_split)
     product = torch.empty(splits, tokens, columns, dtype=torch.float32, device=x.device)
     squares = torch.empty(splits, tokens, dtype=torch.float32, device=x.device)
-    grid = (token_blocks * splits,)
-    sizes = {"N": n, "K": columns, "PADDED_K": max(16, _padded(columns)), "BLOCK_TOKENS": block_tokens, "BLOCK_COLUMNS": block_columns}
-    strides = (x.stride(0), x.stride(1))
-    args = (x, phi, product, squares, tokens, hidden_size, *strides, steps_per_split)
-    launch(_mhc_project_forward_kernel, grid, *args, **sizes, num_warps=4, num_stages=4 if x.dtype != torch.float32 else 2)
+    args = (x, phi, product, squares, tokens, hidden_size, x.stride(0), x.stride(1), steps_per_split)
+    launch(_mhc_project_forward_kernel, (token_blocks * splits,), *args, BLOCK_TOKENS=block_tokens, **sizes)
     return product, squares
 
 
@@ -175,16 +187,16 @@ def _project_backward(
     """dx (tokens, n, C) in x's dtype and dphi (n*C, K) in fp32, each None where not needed."""
     tokens, n, hidden_size = x.shape
     columns = phi.shape[1]
-    block_tokens, block_columns = 64, 128
+    sizes = _project_sizes(x, columns)
+    block_tokens, block_columns = (32 if x.dtype == torch.float32 else 64), sizes["BLOCK_COLUMNS"]
     column_blocks = n * triton.cdiv(hidden_size, block_columns)
     wanted = triton.cdiv(4 * device_info(x.device).num_sms, column_blocks)  # splits of the tokens that fill the device four times
     tokens_per_split = block_tokens * max(triton.cdiv(tokens, block_tokens * wanted), 1)
     splits = triton.cdiv(tokens, tokens_per_split)
     dx = torch.empty(tokens, n, hidden_size, dtype=x.dtype, device=x.device) if need_x else None
     dphi = torch.empty(splits, n * hidden_size, columns, dtype=torch.float32, device=x.device) if need_phi else None
-    sizes = {"N": n, "K": columns, "PADDED_K": max(16, _padded(columns)), "BLOCK_TOKENS": block_tokens, "BLOCK_COLUMNS": block_columns}
     args = (dproduct, radial, x, phi, dx, dphi, tokens, hidden_size, x.stride(0), x.stride(1), tokens_per_split)
-    options = {"NEED_X": need_x, "NEED_PHI": need_phi, "num_warps": 4, "num_stages": 2}
+    options = {"NEED_X": need_x, "NEED_PHI": need_phi, "BLOCK_TOKENS": block_tokens}
     launch(_mhc_project_backward_kernel, (column_blocks * splits,), *args, **sizes, **options)
     return dx, dphi if dphi is None else dphi.sum(0)
 

@@ -188,9 +188,8 @@ _WHY = "tensors on a device that Triton serves"
 
 
 def _sizes(x: Tensor, hidden_size: int) -> dict[str, int]:
-    """Constants of all four kernels. A thread holds all streams of its columns, so that sums over streams stay in registers."""
-    n = x.shape[1]
-    per_thread = 4 if n > 4 or x.dtype == torch.float32 else 8
+    """Constants of the kernels: 16-byte loads; a thread holds all streams of its columns, so that sums over streams need no exchange."""
+    n, per_thread = x.shape[1], 16 // x.element_size()
     num_warps = min(max(triton.next_power_of_2(hidden_size) // (32 * per_thread), 1), 4)
     return {"N": n, "PADDED_N": triton.next_power_of_2(n), "BLOCK": 32 * per_thread * num_warps, "num_warps": num_warps}
 
@@ -249,12 +248,13 @@ def _write_backward_impl(grad: Tensor, x: Tensor, y: Tensor, post: Tensor, mix: 
     grad, x, y, post, mix = tokens_first(grad, 2), tokens_first(x, 2), tokens_first(y, 1), post.contiguous(), mix.contiguous()
     tokens, _, hidden_size = x.shape
     ran("mhc_write", "backward", "triton", _WHY)
+    sizes = _sizes(x, hidden_size)
+    if sizes["PADDED_N"] > 4:  # the n*n sums a column leave room for two columns a thread
+        sizes |= {"BLOCK": 256, "num_warps": 4}
     flags = dict(zip(("NEED_X", "NEED_Y", "NEED_POST", "NEED_MIX"), needed, strict=True))
     with on_device(x):
         strides = (grad.stride(0), grad.stride(1), x.stride(0), x.stride(1), y.stride(0))
-        launch(
-            _mhc_write_backward_kernel, (tokens,), grad, x, y, post, mix, *outputs, hidden_size, *strides, **flags, **_sizes(x, hidden_size)
-        )
+        launch(_mhc_write_backward_kernel, (tokens,), grad, x, y, post, mix, *outputs, hidden_size, *strides, **flags, **sizes)
     return outputs
 
 
