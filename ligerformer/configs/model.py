@@ -28,6 +28,7 @@ from .schema import (
 )
 
 NOT_BRANCHES = ("embed", "norm", "residual", "head", "rope_scaling")  # slots that stand elsewhere than in a sublayer
+OWN_KEYS = ("slot", "multiplier")  # of a branch; the rest of its dict is the block's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,8 @@ class BranchConfig(Config):
         if slot not in known:
             raise ConfigError(f"{join(path, 'slot')}: is {slot!r}; expected one of {', '.join(known)}{nearest(str(slot), known)}")
         multiplier = parse(Finite, data.get("multiplier", 1.0), join(path, "multiplier"))
-        return cls(parse_block(slot, {k: v for k, v in data.items() if k not in ("slot", "multiplier")}, path), multiplier)
+        rest = {k: v for k, v in data.items() if k not in OWN_KEYS}
+        return cls(parse_block(slot, rest, path, beside=OWN_KEYS), multiplier)
 
     def plain(self, key: str) -> dict[str, JSON]:
         """Plain data for the place under ``key``; slot and multiplier only where they say something."""
@@ -92,9 +94,9 @@ class LayerConfig(Config):
         if not isinstance(data, Mapping):
             raise ConfigError(f"{path}: is {data!r}; expected a dict")
         own = {k: v for k, v in data.items() if k in hints(cls) and k != "branches"}
-        if "norm" not in own:
-            raise ConfigError(f"{join(path, 'norm')}: is missing; expected a norm dict or null")
         branches = {k: BranchConfig.from_key(k, v, join(path, k)) for k, v in data.items() if k not in own}
+        if "norm" not in own:  # after the branches, of which a misspelt "norm" would be one
+            raise ConfigError(f"{join(path, 'norm')}: is missing; expected a norm dict or null")
         with at(path):
             return cls(branches=branches, **own)
 
@@ -190,7 +192,7 @@ class ModelConfig(Config):
             node = node[key]
             walked.append(key)
         branch = len(parents) == 2 and parents[0] == "layers"
-        optional = isinstance(node, dict) and last in ("slot", "multiplier")
+        optional = isinstance(node, dict) and last in OWN_KEYS
         if not isinstance(node, dict) or (last not in node and not branch and not optional):
             raise ConfigError(_leads_nowhere(path, walked, last, node))
         node[last] = to_plain(value)

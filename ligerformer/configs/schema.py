@@ -42,7 +42,7 @@ class FrozenDict(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        return hash(frozenset(self._items.items()))  # as equality does, whatever the order
 
     def __repr__(self) -> str:
         return repr(self._items)
@@ -78,6 +78,7 @@ class Bound:
 
 PositiveInt = Annotated[int, Bound(at_least=1)]
 PositiveFloat = Annotated[float, Bound(above=0.0)]
+NonNegativeInt = Annotated[int, Bound(at_least=0)]
 NonNegativeFloat = Annotated[float, Bound(at_least=0.0)]
 Finite = Annotated[float, Bound()]
 
@@ -103,8 +104,8 @@ class Config:
         return self
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, JSON], path: str = "") -> typing.Self:
-        """Read plain data; ``path`` is where it stands in the whole config, for errors."""
+    def from_dict(cls, data: Mapping[str, JSON], path: str = "", *, beside: Iterable[str] = ()) -> typing.Self:
+        """Read plain data; ``path`` is where it stands in the whole config, ``beside`` what else its dict may hold, both for errors."""
         if not isinstance(data, Mapping):
             raise ConfigError(f"{path or cls.__name__}: is {data!r}; expected a dict")
         names = hints(cls)
@@ -114,7 +115,7 @@ class Config:
         unknown = [k for k in given if k not in names]
         if unknown:
             raise ConfigError(
-                "; ".join(f"{join(path, k)}: unknown key (value {given[k]!r}){nearest(str(k), names)}" for k in unknown)
+                "; ".join(f"{join(path, k)}: unknown key (value {given[k]!r}){nearest(str(k), [*names, *beside])}" for k in unknown)
                 + f"; allowed: {', '.join(names)}"
             )
         missing = [f.name for f in dataclasses.fields(cls) if f.name in names and f.name not in given and not has_default(f)]
@@ -205,8 +206,8 @@ def _parse_annotated(base: Any, mark: Any, value: JSON, path: str) -> Any:
     return value
 
 
-def parse_block(slot: str, value: JSON, path: str) -> Config:
-    """A block's config of ``slot``, its class found by ``type`` in the registry."""
+def parse_block(slot: str, value: JSON, path: str, beside: Iterable[str] = ()) -> Config:
+    """A block's config of ``slot``, its class found by ``type`` in the registry; ``beside`` as in ``Config.from_dict``."""
     if isinstance(value, Config):
         if value.slot != slot:
             raise ConfigError(f"{path}: is a config of slot {value.slot!r} ({type(value).__name__}); expected one of slot {slot!r}")
@@ -220,7 +221,7 @@ def parse_block(slot: str, value: JSON, path: str) -> Config:
             f"{join(path, 'type')}: unknown {slot} type {name!r}{nearest(str(name), allowed)}; known: {', '.join(allowed)}; "
             f"add your own with @register({slot!r}, {name!r})"
         )
-    return registry.config_class(slot, name).from_dict(value, path)
+    return registry.config_class(slot, name).from_dict(value, path, beside=beside)
 
 
 def describe(hint: Any) -> str:

@@ -1,0 +1,95 @@
+"""Types are added and taken away, and none takes a name that is taken."""
+
+import dataclasses
+
+import pytest
+from torch import nn
+
+from ligerformer.configs import BlockConfig, ConfigError, ModelConfig, register, registry, unregister
+from tests.configs.examples import plain
+
+
+@pytest.fixture
+def nothing():
+    """A user's attention type, registered while the test runs."""
+
+    @dataclasses.dataclass(frozen=True)
+    class NothingConfig(BlockConfig):
+        strength: float = 1.0
+
+        def num_params(self, model):
+            return 7
+
+    @register("attention", "nothing")
+    class Nothing(nn.Module):
+        Config = NothingConfig
+
+    yield Nothing
+    if "nothing" in registry.types("attention"):
+        unregister("attention", "nothing")
+
+
+def test_a_registered_type_is_understood_counted_and_comes_back(nothing):
+    data = plain()
+    data["layers"]["main"]["attention"] = {"type": "nothing", "strength": 2}
+    config = ModelConfig.from_dict(data)
+    assert config.layers["main"].branches["attention"].block == nothing.Config(2.0)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    with_softmax = ModelConfig.from_dict(plain())
+    per_layer = 24 * (32 + 16 + 16) + 32 * 24
+    assert with_softmax.num_params() - config.num_params() == 3 * (per_layer - 7)
+    assert registry.block_class("attention", "nothing") is nothing
+    with pytest.raises(ConfigError, match=r"layers\.main\.attention\.strenght: unknown key .*did you mean 'strength'"):
+        config.replace("layers.main.attention", {"type": "nothing", "strenght": 2})
+
+
+def test_an_unregistered_type_is_gone(nothing):
+    unregister("attention", "nothing")
+    assert "nothing" not in registry.types("attention")
+    data = plain()
+    data["layers"]["main"]["attention"] = {"type": "nothing"}
+    with pytest.raises(ConfigError, match="unknown attention type 'nothing'"):
+        ModelConfig.from_dict(data)
+    with pytest.raises(ValueError, match="nothing"):
+        registry.block_class("attention", "nothing")
+
+
+def test_it_can_be_registered_again_once_it_is_gone(nothing):
+    unregister("attention", "nothing")
+    register("attention", "nothing")(nothing)
+    assert registry.config_class("attention", "nothing") is nothing.Config
+
+
+@pytest.mark.parametrize("slot, type_", [(s, t) for s in registry.slots() for t in registry.types(s)])
+def test_a_name_that_is_taken_is_refused(slot, type_, nothing):
+    before = registry.config_class(slot, type_)
+    with pytest.raises(ValueError, match=f"{type_!r}.*registered already"):
+        register(slot, type_)(nothing)
+    assert registry.config_class(slot, type_) is before
+
+
+@pytest.mark.parametrize("name", registry.slots())
+def test_a_type_cannot_take_the_name_of_a_slot(name, nothing):
+    with pytest.raises(ValueError, match="name of a slot"):
+        register("attention", name)(nothing)
+    assert name not in registry.types("attention")
+
+
+def test_no_built_in_type_has_the_name_of_a_slot():
+    assert not {t for s in registry.slots() for t in registry.types(s)} & set(registry.slots())
+
+
+def test_an_unknown_slot_is_refused_with_the_known_ones(nothing):
+    with pytest.raises(ValueError, match=r"unknown slot 'atention'; known: .*attention"):
+        register("atention", "other")(nothing)
+    assert "atention" not in registry.slots()
+
+
+def test_a_block_without_a_config_is_refused():
+    with pytest.raises(TypeError, match="Bare has no config class"):
+
+        @register("attention", "bare")
+        class Bare(nn.Module):
+            pass
+
+    assert "bare" not in registry.types("attention")
