@@ -82,11 +82,11 @@ class LoadReport:
 
 
 def _folded(lines: Iterable[str]) -> list[str]:
-    """Lines that differ only in numbers between dots (layer indices) as one, with their count."""
+    """Lines that differ only in the index of a layer as one, with their count."""
     counts: dict[str, int] = {}
     first: dict[str, str] = {}
     for line in lines:
-        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", line)
+        key = re.sub(r"(?<=layers\.)\d+(?=\.)", "*", line)
         counts[key] = counts.get(key, 0) + 1
         first.setdefault(key, line)
     return [f"{key}  (x{count})" if count > 1 else first[key] for key, count in counts.items()]
