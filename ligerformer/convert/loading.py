@@ -16,7 +16,7 @@ from .config import translate
 from .dtypes import common_dtype, parse_dtype
 from .errors import CheckpointError
 from .families import Translation, family_of
-from .folder import CONFIG, GENERATION_CONFIG, companions, find_tensors, member, read_json
+from .folder import CONFIG, find_tensors, member, read_json
 from .hub import fetch
 from .matching import check, copy, match, renamed
 from .report import LoadReport, Source
@@ -71,6 +71,7 @@ def from_hf(
     config = translation.config
     for path, value in (overrides or {}).items():
         config = config.replace(path, value)
+    source = Source.of(folder, translation.model_type, translation.inert)
     entries = renamed(find_tensors(folder), translation.renamed_tensors)
     model = Decoder(config, recompute=recompute)
     result = match(
@@ -94,7 +95,7 @@ def from_hf(
     copy(model, result, report)
     if result.initialize:
         initialize(model, seed, names=result.initialize)
-    model.load_report, model.source = report, _source(folder, translation)
+    model.load_report, model.source = report, source
     return model.eval()
 
 
@@ -119,9 +120,3 @@ def _translate(folder: Path) -> Translation:
 def _published_dtype(translation: Translation) -> torch.dtype | None:
     name = translation.inert.get("dtype")
     return None if name is None else parse_dtype(name, f"the dtype in {CONFIG}")
-
-
-def _source(folder: Path, translation: Translation) -> Source:
-    files = companions(folder)
-    generation = read_json(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
-    return Source(translation.model_type, dict(translation.inert), generation, files)

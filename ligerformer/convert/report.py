@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .dtypes import dtype_name
+from .folder import GENERATION_CONFIG, companions, read_json
 from .safetensors_file import Entry
 
 
@@ -23,6 +24,21 @@ class Source:
     inert: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     files: tuple[Path, ...]  # tokenizer files and generation_config.json, copied along by a save
+
+    @classmethod
+    def of(cls, folder: Path, model_type: str, inert: Mapping[str, Any]) -> Source:
+        """The source that ``folder`` is; a CheckpointError for a file in it that is unreadable or a link to the outside."""
+        files = companions(folder)
+        generation = next((read_json(path) for path in files if path.name == GENERATION_CONFIG), {})
+        return cls(model_type, dict(inert), generation, files)
+
+    def tokenizer_file(self) -> Path | None:
+        """The file that the ``tokenizers`` package opens, where there is one."""
+        return next((path for path in self.files if path.name == "tokenizer.json"), None)
+
+    def eos_token_id(self) -> int | list[int] | None:
+        """The token or tokens that end a text: of the generation config, else of the model's."""
+        return self.generation_config.get("eos_token_id", self.inert.get("eos_token_id"))
 
     def existing_files(self) -> tuple[Path, ...]:
         """The files that are still there; a warning names those that are not (weights are saved even so)."""

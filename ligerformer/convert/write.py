@@ -20,10 +20,12 @@ from .folder import CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS
 from .safetensors_file import DTYPES, memory_of
 
 NATIVE_CONFIG = "ligerformer.json"
+NATIVE_SOURCE = "ligerformer_source.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIZE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 REPLACED = re.compile(
-    "|".join(map(re.escape, (CONFIG, GENERATION_CONFIG, NATIVE_CONFIG, INDEX, WEIGHTS))) + r"|model-\d{5}-of-\d{5}\.safetensors"
+    "|".join(map(re.escape, (CONFIG, GENERATION_CONFIG, NATIVE_CONFIG, NATIVE_SOURCE, INDEX, WEIGHTS)))
+    + r"|model-\d{5}-of-\d{5}\.safetensors"
 )
 
 

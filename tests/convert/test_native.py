@@ -220,9 +220,17 @@ def test_other_folders_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="open it with from_hf"):
         load(tmp_path)
-    (tmp_path / "ligerformer.json").write_text(json.dumps({"version": 99, "config": {}}))
-    with pytest.raises(CheckpointError, match="version is 99"):
+    (tmp_path / "ligerformer.json").write_text(json.dumps(tiny(layer=3)))
+    with pytest.raises(ConfigError, match=r"ligerformer.json: layer: unknown key"):
         load(tmp_path)
+
+
+def test_a_damaged_source_is_an_error_before_anything_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(build(tiny(), seed=0), tmp_path / "m")
+    (tmp_path / "m" / "ligerformer_source.json").write_text('{"model_type": 3}')
+    monkeypatch.setattr(native, "allocate", None)
+    with pytest.raises(CheckpointError, match=r"ligerformer_source.json: holds model_type; expected model_type and inert"):
+        load(tmp_path / "m")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def test_there_and_back_is_bit_exact_and_transformers_opens_it(tmp_path: Path, m
         assert torch.equal(opened(ids).logits, before(ids).logits)
     said, published = opened.config.to_dict(), before.config.to_dict()
     differing = {k: (published.get(k), said.get(k)) for k in said.keys() | published.keys() if said.get(k) != published.get(k)}
-    assert differing.keys() <= {"_name_or_path", "transformers_version", "sliding_window_pattern"}, differing  # the last: layer_types, as old versions say it
+    assert differing.keys() <= {"_name_or_path", "transformers_version", "sliding_window_pattern"}, (
+        differing
+    )  # the last: layer_types, as old versions say it
     again = from_hf(tmp_path / "ours")
     assert again.config == config_from_hf(tmp_path / "theirs") and same_tensors(again, from_hf(tmp_path / "theirs"))
 
@@ -114,8 +116,11 @@ def test_companions_and_inert_keys_come_along(tmp_path: Path) -> None:
     }
     ours = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert ours["bos_token_id"] == 7 and ours["eos_token_id"] == [8, 9]
+    assert model.source.eos_token_id() == [8, 9] and model.source.tokenizer_file() == tmp_path / "theirs" / "tokenizer.json"
     save(model, tmp_path / "native")  # and through the native format
-    save_hf(load(tmp_path / "native"), tmp_path / "again")
+    again = load(tmp_path / "native")
+    assert again.source.inert == model.source.inert and again.source.tokenizer_file() == tmp_path / "native" / "tokenizer.json"
+    save_hf(again, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == ours and (tmp_path / "again" / "tokenizer.json").exists()
 
 
@@ -127,6 +132,14 @@ def test_a_tokenizer_that_is_gone_does_not_lose_the_weights(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match=r"no longer there: .*tokenizer.json"):
         save_hf(model, tmp_path / "ours")
     assert same_tensors(from_hf(tmp_path / "ours"), model)
+
+
+def test_a_tokenizer_that_links_to_the_outside_is_not_copied(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "theirs" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"'tokenizer.json' is a link to .*secret, outside"):
+        from_hf(tmp_path / "theirs")
 
 
 def test_saving_over_the_folder_it_came_from(tmp_path: Path) -> None:
