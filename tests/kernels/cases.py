@@ -164,3 +164,93 @@ CASES.append(
 # ---- attention ----
 
 # ---- hyper-connections ----
+
+
+def _fp32(draw: Draw) -> torch.dtype:
+    """The coefficients' dtype: fp32 beside half streams, as models hold them."""
+    return torch.float64 if draw.dtype == torch.float64 else torch.float32
+
+
+def _mhc_coefficients(
+    n: int, hidden_size: int, groups: int = 3, phi_wide: bool = False, **options: Any
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        columns = n * n + 2 * n if groups == 3 else n
+        phi = draw.normal(n * hidden_size, columns, std=(n * hidden_size) ** -0.5, dtype=_fp32(draw) if phi_wide else None)
+        parameters = (draw.normal(columns, dtype=_fp32(draw)), draw.normal(groups, mean=1.0, std=0.5, dtype=_fp32(draw)))
+        return (draw.normal(rows, n, hidden_size), phi, *parameters), {"eps": 1e-6, **options}
+
+    return make
+
+
+def _mhc_read(n: int, hidden_size: int) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.normal(rows, n, hidden_size), draw.normal(rows, n, dtype=_fp32(draw))), {})
+
+
+def _mhc_write(n: int, hidden_size: int) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        coefficients = (draw.normal(rows, n, dtype=_fp32(draw)), draw.normal(rows, n, n, dtype=_fp32(draw)))
+        return (draw.normal(rows, n, hidden_size), draw.normal(rows, hidden_size), *coefficients), {}
+
+    return make
+
+
+def _cut(position: int) -> Callable[[list[Any], dict[str, Any]], None]:
+    return lambda args, kwargs: args.__setitem__(position, args[position][..., :-1])
+
+
+_MHC_WRONG = (
+    Wrong("phi-shape", _cut(1), ValueError, "phi has shape"),
+    Wrong("bias-shape", _cut(2), ValueError, "bias has shape"),
+    Wrong("alpha-shape", _cut(3), ValueError, "alpha has shape"),
+    Wrong("streams", lambda args, kwargs: args.__setitem__(0, args[0].repeat(1, 9, 1)), ValueError, "1 <= n <= 8"),
+    Wrong("eps", lambda args, kwargs: kwargs.update(eps=-1.0), ValueError, "eps is -1.0"),
+)
+# 16 ulps: a mixing entry and its gradient pass through 2 divisions an iteration, 40 in all, each good to 2 ulps on a GPU.
+CASES += [
+    Case(
+        "mhc_coefficients",
+        _mhc_coefficients(4, 37),
+        ulps=16.0,
+        wrong=(
+            *_MHC_WRONG,
+            Wrong("iterations", lambda args, kwargs: kwargs.update(iterations=0), ValueError, "iterations is 0"),
+            Wrong("layout", lambda args, kwargs: kwargs.update(res_layout="rows"), ValueError, "res_layout is 'rows'"),
+        ),
+        large=_mhc_coefficients(4, 4096),
+    ),
+    Case(
+        "mhc_coefficients",
+        _mhc_coefficients(3, 131, phi_wide=True, iterations=4, pre_eps=1e-6, sinkhorn_eps=1e-6, res_layout="in_out"),
+        "in_out",
+        ulps=16.0,
+        inside=True,  # a phi wider than x is multiplied in two terms of bf16, or in tf32
+        large=_mhc_coefficients(4, 4096, phi_wide=True, pre_eps=1e-6, sinkhorn_eps=1e-6, res_layout="in_out"),
+    ),
+    Case(
+        "mhc_pre",
+        _mhc_coefficients(4, 37, groups=1, phi_wide=True),
+        ulps=16.0,
+        inside=True,
+        wrong=_MHC_WRONG,
+        large=_mhc_coefficients(4, 4096, groups=1, phi_wide=True),
+    ),
+]
+CASES += [
+    Case("mhc_read", _mhc_read(n, 67), f"{n}", wrong=(Wrong("pre-shape", _cut(1), ValueError, "pre has shape"),), large=_mhc_read(n, 4096))
+    for n in (3, 4)
+]
+CASES += [
+    Case(
+        "mhc_write",
+        _mhc_write(n, 67),
+        f"{n}",
+        wrong=(
+            Wrong("y-shape", _cut(1), ValueError, "y has shape"),
+            Wrong("post-shape", _cut(2), ValueError, "post has shape"),
+            Wrong("mix-shape", _cut(3), ValueError, "mix has shape"),
+        ),
+        large=_mhc_write(n, 4096),
+    )
+    for n in (3, 4)
+]
