@@ -10,10 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,23 +64,11 @@ def run_planted(fault: Fault, folder: Path) -> tuple[dict[str, str], str]:
     return outcome["ended"], printed
 
 
-@pytest.fixture(scope="module")
-def planted_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """The faults that this session selects, two at a time."""
-    chosen = [
-        item.callspec.params["fault"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.function is test_fault_turns_tests_red
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        yield {fault.label: pool.submit(run_planted, fault, tmp_path_factory.mktemp(fault.label)) for fault in chosen}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.label)
-def test_fault_turns_tests_red(fault: Fault, planted_runs: dict[str, Future[Any]]) -> None:
-    ended, printed = planted_runs[fault.label].result()
+def test_fault_turns_tests_red(fault: Fault, tmp_path: Path) -> None:
+    ended, printed = run_planted(fault, tmp_path)
     for test in fault.tests:
         how = ended.get(f"tests/kernels/{test}", "did not run")
         assert how in WRONG_NUMBER, f"{fault.label}: {test} ended as {how!r}; expected an AssertionError\n{printed}"
