@@ -86,7 +86,101 @@ CASES: list[Case] = []
 
 # ---- norms: rms_norm, add_rms_norm ----
 
+
+def _normed(inputs: int, width: int, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """x (and a residual), then a weight about 1 - offset."""
+
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        weight = draw.normal(width, std=0.3, mean=1.0 - options.get("offset", 0.0))
+        return (*(draw.normal(rows, width) for _ in range(inputs)), weight), {"eps": 1e-6, **options}
+
+    return make
+
+
+def _eager_rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, casting: str = "input") -> Tensor:
+    """As the Llama (input) and Gemma (fp32) families write it."""
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype) if casting == "input" else (normed * (offset + weight.float())).type_as(x)
+
+
+def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    summed = x + residual
+    return _eager_rms_norm(summed, weight, **options), summed
+
+
+_WRONG_NORM = (
+    Wrong("eps", lambda args, kwargs: kwargs.update(eps=-1.0), ValueError, "eps is -1.0"),
+    Wrong("offset", lambda args, kwargs: kwargs.update(offset="1"), TypeError, "offset is '1'"),
+    Wrong("casting", lambda args, kwargs: kwargs.update(casting="bf16"), ValueError, "casting is 'bf16'"),
+    Wrong("weight-shape", lambda args, kwargs: args.append(args.pop()[:-1]), ValueError, "weight has shape"),
+    Wrong("weight-dtype", lambda args, kwargs: args.append(args.pop().long()), TypeError, "weight has dtype int64"),
+    Wrong("width", lambda args, kwargs: args.__setitem__(0, args[0][:, :0]), ValueError, "x has shape"),
+)
+
+for _op, _inputs, _eager in (("rms_norm", 1, _eager_rms_norm), ("add_rms_norm", 2, _eager_add_rms_norm)):
+    _gemma = {"offset": 1.0, "casting": "fp32"}
+    _residual = (
+        () if _inputs == 1 else (Wrong("residual", lambda args, kwargs: args.insert(1, args.pop(1)[:1]), ValueError, "residual has"),)
+    )
+    CASES += [
+        Case(_op, _normed(_inputs, 97), wrong=_WRONG_NORM + _residual, eager=_eager, large=_normed(_inputs, 4096)),
+        Case(_op, _normed(_inputs, 36, **_gemma), "gemma", eager=_eager, large=_normed(_inputs, 1152, **_gemma)),
+        Case(_op, _normed(_inputs, 16411), "wide", rows=(0, 1, 2, 5), large=_normed(_inputs, 16384)),
+    ]
+CASES.append(Case("rms_norm", lambda draw, rows: ((draw.normal(rows, 5, 24),), {"eps": 1e-6}), "plain"))
+
 # ---- rope: rope, qk_norm_rope ----
+
+
+def _rope_inputs(
+    batch: int, heads: tuple[int, int], head_dim: int, rotated: int, *, tables: int = 1, weights: bool = False, **options: Any
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        q, k = (draw.normal(batch, rows, n, head_dim) for n in heads)
+        angles = draw.normal(tables, rows, rotated // 2, std=5.0, dtype=torch.float32)
+        weight = [draw.normal(head_dim, std=0.3, mean=1.0 - options.get("offset", 0.0)) for _ in range(2 * weights)]
+        return (q, k, *weight, angles.cos(), angles.sin()), options
+
+    return make
+
+
+_WRONG_ROPE = (
+    Wrong("q-shape", lambda args, kwargs: args.__setitem__(0, args[0][0]), ValueError, "q has shape"),
+    Wrong("k-shape", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "k has shape"),
+    Wrong("k-dtype", lambda args, kwargs: args.__setitem__(1, args[1].half()), TypeError, "k has dtype"),
+    Wrong("cos-batch", lambda args, kwargs: args.__setitem__(-2, args[-2].expand(3, -1, -1)), ValueError, "cos has shape"),
+    Wrong("cos-tokens", lambda args, kwargs: args.__setitem__(-2, args[-2][:, :-1]), ValueError, "cos has shape"),
+    Wrong("cos-width", lambda args, kwargs: args.__setitem__(-2, args[-2].repeat(1, 1, 9)), ValueError, "cos has shape"),
+    Wrong("sin-shape", lambda args, kwargs: args.__setitem__(-1, args[-1][..., :-1]), ValueError, "sin has shape"),
+    Wrong("cos-grad", lambda args, kwargs: args[-2].requires_grad_(), ValueError, "cos requires a gradient"),
+)
+_QK_NORM = {"weights": True, "eps": 1e-6}
+_QK_GEMMA = {**_QK_NORM, "offset": 1.0, "casting": "fp32"}
+
+CASES += [
+    Case("rope", _rope_inputs(1, (3, 1), 10, 10), "", ("2", "3"), wrong=_WRONG_ROPE, large=_rope_inputs(1, (32, 8), 128, 128)),
+    Case("rope", _rope_inputs(2, (2, 4), 16, 6, tables=2), "partial", ("2", "3"), large=_rope_inputs(2, (32, 32), 80, 32, tables=2)),
+    Case(
+        "qk_norm_rope",
+        _rope_inputs(1, (3, 1), 10, 10, **_QK_NORM),
+        "",
+        ("4", "5"),
+        wrong=(
+            *_WRONG_ROPE,
+            _WRONG_NORM[0],
+            Wrong("weight-shape", lambda args, kwargs: args.__setitem__(2, args[2][:-1]), ValueError, "q_weight has shape"),
+            Wrong("weight-dtype", lambda args, kwargs: args.__setitem__(3, args[3].half()), TypeError, "k_weight has dtype"),
+        ),
+        large=_rope_inputs(1, (32, 8), 128, 128, **_QK_NORM),
+    ),
+    Case(
+        "qk_norm_rope",
+        _rope_inputs(2, (2, 4), 16, 6, tables=2, **_QK_GEMMA),
+        "gemma-partial",
+        ("4", "5"),
+        large=_rope_inputs(1, (4, 1), 256, 256, **_QK_GEMMA),
+    ),
+]
 
 # ---- gated products: swiglu, geglu ----
 
