@@ -33,6 +33,16 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator, dtype=dtype).to(self.device)
 
 
+class HollowDraw(Draw):
+    """Tensors of the right shapes without numbers (memory that is never touched), for launches that are recorded and not run."""
+
+    def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(shape, low, dtype=dtype, device=self.device)
+
+
 @dataclass(frozen=True)
 class Wrong:
     """A bad call: ``change`` edits (args, kwargs) of a good one; ``error`` must be raised with a message matching ``match``."""
@@ -51,6 +61,10 @@ class Case:
     its keyword (or the position as a string, "2") is in ``constants``. ``ulps`` bounds each output's and gradient's distance from
     fp64 (max|a - b| / max|b|) in units of its dtype's epsilon. Rows in ``rows`` are walked, with one row and none among them
     where the op has such a call.
+
+    Options: ``inside`` is set where results wider than the inputs still carry a rounding to the inputs' dtype (a product in bf16): they
+    are then bounded by its epsilon. ``eager`` is the same call in plain eager code, compared under autocast. ``large`` is ``make`` at the
+    sizes of a published model: what is compiled ahead of time, on hollow tensors that hold no numbers.
     """
 
     op: str
@@ -60,6 +74,9 @@ class Case:
     ulps: float = 4.0
     rows: tuple[int, ...] = (0, 1, 2, 7, 33)
     wrong: tuple[Wrong, ...] = ()
+    inside: bool = False
+    eager: Callable[..., Any] | None = None
+    large: Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
 
     def __str__(self) -> str:
         return f"{self.op}-{self.label}" if self.label else self.op
@@ -73,12 +90,176 @@ CASES: list[Case] = []
 
 # ---- gated products: swiglu, geglu ----
 
+
+def _glu_pair(width: int, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.normal(rows, width, std=2.0), draw.normal(rows, width)), options)
+
+
+def _glu_packed(width: int, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.normal(rows, 2 * width, std=2.0),), options)
+
+
+def _glu_cases(op: str, label: str, activation: Callable[[Tensor], Tensor], **options: Any) -> list[Case]:
+    wrong = [
+        Wrong("up-shape", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "up has shape"),
+        Wrong("up-dtype", lambda args, kwargs: args.__setitem__(1, args[1].long()), TypeError, "up has dtype int64"),
+    ]
+    wrong_packed = [Wrong("odd", lambda args, kwargs: args.__setitem__(0, args[0][..., 1:]), ValueError, "gate_up has shape")]
+    if options:
+        unknown = Wrong("form", lambda args, kwargs: kwargs.update(approximate="sigmoid"), ValueError, "approximate is 'sigmoid'")
+        wrong, wrong_packed = [*wrong, unknown], [*wrong_packed, unknown]
+
+    def eager_packed(gate_up: Tensor, **options: Any) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return [
+        Case(
+            op,
+            _glu_pair(67, **options),
+            label,
+            wrong=tuple(wrong),
+            eager=lambda gate, up, **options: activation(gate) * up,
+            large=_glu_pair(14336, **options),
+        ),
+        Case(
+            op + "_packed",
+            _glu_packed(67, **options),
+            label,
+            wrong=tuple(wrong_packed),
+            eager=eager_packed,
+            large=_glu_packed(14336, **options),
+        ),
+    ]
+
+
+CASES += _glu_cases("swiglu", "", torch.nn.functional.silu)
+CASES += _glu_cases("geglu", "tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh"), approximate="tanh")
+CASES += _glu_cases("geglu", "erf", torch.nn.functional.gelu, approximate="none")
+
 # ---- embedding ----
+
+
+def _embedding(vocab_size: int, hidden_size: int) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.integers(0, vocab_size, rows), draw.normal(vocab_size, hidden_size)), {})
+
+
+CASES.append(
+    Case(
+        "embedding",
+        _embedding(5, 67),  # few ids: each stands several times
+        wrong=(
+            Wrong("ids-float", lambda args, kwargs: args.__setitem__(0, args[0].float()), TypeError, "ids has dtype float32"),
+            Wrong("weight-shape", lambda args, kwargs: args.__setitem__(1, args[1][0]), ValueError, "weight has shape"),
+        ),
+        eager=torch.nn.functional.embedding,
+        large=_embedding(32768, 4096),
+    )
+)
 
 # ---- cross-entropy ----
 
 # ---- linear cross-entropy ----
 
 # ---- attention ----
+
+
+def _attention(
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    sinks: bool = False,
+    documents: bool = False,
+    cached: int = 0,
+    num_queries: int | None = None,
+    **options: Any,
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Two rows of tokens; ``cached`` keys come before the queries, whose first slot is then a number on the device."""
+
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        queries, keys = num_queries or rows, cached + rows
+        shapes = ((queries, num_heads), (keys, num_kv_heads), (keys, num_kv_heads))
+        args = tuple(draw.normal(2, tokens, heads, head_dim) for tokens, heads in shapes)
+        kwargs = dict(options)
+        if sinks:
+            kwargs["sinks"] = draw.normal(num_heads)
+        if documents:
+            kwargs["document_ids"] = draw.integers(-1, 2, 2, queries)
+            kwargs["key_document_ids"] = draw.integers(-1, 2, 2, keys) if cached else kwargs["document_ids"]
+        if cached:
+            kwargs["query_start"] = draw.integers(keys - queries, keys - queries + 1)
+        return args, kwargs
+
+    return make
+
+
+def _attention_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _set(**options: Any) -> Callable[[list[Any], dict[str, Any]], None]:
+    return lambda args, kwargs: kwargs.update(options)
+
+
+_ATTENTION_WRONG = (
+    Wrong("q-dims", lambda args, kwargs: args.__setitem__(0, args[0][0]), ValueError, "q has shape"),
+    Wrong("k-head-dim", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "k has shape"),
+    Wrong("v-tokens", lambda args, kwargs: args.__setitem__(2, args[2][:, :-1]), ValueError, "v has shape"),
+    Wrong("v-dtype", lambda args, kwargs: args.__setitem__(2, args[2].double()), TypeError, "expected one dtype"),
+    Wrong("heads", lambda args, kwargs: args.__setitem__(0, args[0][:, :, :3]), ValueError, "q has 3 heads and k has 2"),
+    Wrong(
+        "head-dim", lambda args, kwargs: args.__setitem__(slice(0, 3), [x.repeat(1, 1, 1, 17) for x in args]), ValueError, "head_dim 272"
+    ),
+    Wrong("window", _set(window=0), ValueError, "window is 0"),
+    Wrong("window-not-causal", _set(window=2, causal=False), ValueError, "needs causal=True"),
+    Wrong("softcap", _set(softcap=-1.0), ValueError, "softcap is -1.0"),
+    Wrong("sinks", lambda args, kwargs: kwargs.update(sinks=args[0][0, 0, :3, 0]), ValueError, "sinks has shape"),
+    Wrong("no-slot", lambda args, kwargs: args.__setitem__(0, args[0][:, :2]), ValueError, "needs query_start"),
+    Wrong("slot", _set(query_start=-1), ValueError, "query_start is -1"),
+    Wrong("slot-type", _set(query_start=1.0), TypeError, "query_start is a float"),
+    Wrong("length", _set(kv_length=1000), ValueError, "kv_length is 1000"),
+    Wrong("ids", lambda args, kwargs: kwargs.update(document_ids=args[0][:, 1:, 0, 0].long()), ValueError, "document_ids has shape"),
+    Wrong("ids-dtype", lambda args, kwargs: kwargs.update(document_ids=args[0][:, :, 0, 0]), TypeError, "document_ids has dtype"),
+    Wrong(
+        "key-ids-alone", lambda args, kwargs: kwargs.update(key_document_ids=args[1][:, :, 0, 0].long()), ValueError, "without document_ids"
+    ),
+    Wrong("impl", _set(impl="flash"), ValueError, "impl is 'flash'"),
+)
+
+# An error of the scores, a few of their ulps, becomes one of the probabilities times the scores' size (about 4 in units of log2 here): 8.
+# A lone token that sees itself alone has the gradients 0 for its query and its key: no distance can be measured against them.
+_NOT_ONE = (0, 2, 7, 33)
+
+CASES += [
+    Case(
+        "attention",
+        _attention(16, 4, 2),
+        "causal",
+        ulps=8.0,
+        rows=_NOT_ONE,
+        wrong=_ATTENTION_WRONG,
+        eager=_attention_eager,
+        large=_attention(128, 32, 8),
+    ),
+    Case(
+        "attention",
+        _attention(24, 2, 2, window=5, softcap=2.0, sinks=True, documents=True),
+        "all-masks",
+        ulps=8.0,
+        large=_attention(256, 8, 4, window=1024, softcap=50.0),
+    ),
+    Case(
+        "attention",
+        _attention(16, 6, 2, cached=9),
+        "cached",
+        ulps=8.0,
+        rows=(0, 1, 2, 7),
+        large=_attention(64, 64, 8, cached=4095, num_queries=1, sinks=True, documents=True, window=128),
+    ),
+]
 
 # ---- hyper-connections ----
