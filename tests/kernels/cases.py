@@ -257,6 +257,105 @@ CASES.append(
 
 # ---- attention ----
 
+
+def _attention(
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    sinks: bool = False,
+    documents: bool = False,
+    cached: int = 0,
+    num_queries: int | None = None,
+    **options: Any,
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Two rows of tokens; ``cached`` keys come before the queries, whose first slot is then a number on the device."""
+
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        queries, keys = num_queries or rows, cached + rows
+        shapes = ((queries, num_heads), (keys, num_kv_heads), (keys, num_kv_heads))
+        args = tuple(draw.normal(2, tokens, heads, head_dim) for tokens, heads in shapes)
+        kwargs = dict(options)
+        if sinks:
+            kwargs["sinks"] = draw.normal(num_heads)
+        if documents:
+            kwargs["document_ids"] = draw.integers(-1, 2, 2, queries)
+            kwargs["key_document_ids"] = draw.integers(-1, 2, 2, keys) if cached else kwargs["document_ids"]
+        if cached:
+            kwargs["query_start"] = draw.integers(keys - queries, keys - queries + 1)
+        return args, kwargs
+
+    return make
+
+
+def _attention_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _set(**options: Any) -> Callable[[list[Any], dict[str, Any]], None]:
+    return lambda args, kwargs: kwargs.update(options)
+
+
+_ATTENTION_WRONG = (
+    Wrong("q-dims", lambda args, kwargs: args.__setitem__(0, args[0][0]), ValueError, "q has shape"),
+    Wrong("k-head-dim", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "k has shape"),
+    Wrong("v-tokens", lambda args, kwargs: args.__setitem__(2, args[2][:, :-1]), ValueError, "v has shape"),
+    Wrong("v-dtype", lambda args, kwargs: args.__setitem__(2, args[2].double()), TypeError, "expected one dtype"),
+    Wrong("heads", lambda args, kwargs: args.__setitem__(0, args[0][:, :, :3]), ValueError, "q has 3 heads and k has 2"),
+    Wrong(
+        "head-dim", lambda args, kwargs: args.__setitem__(slice(0, 3), [x.repeat(1, 1, 1, 17) for x in args]), ValueError, "head_dim 272"
+    ),
+    Wrong("window", _set(window=0), ValueError, "window is 0"),
+    Wrong("window-not-causal", _set(window=2, causal=False), ValueError, "needs causal=True"),
+    Wrong("softcap", _set(softcap=-1.0), ValueError, "softcap is -1.0"),
+    Wrong("sinks", lambda args, kwargs: kwargs.update(sinks=args[0][0, 0, :3, 0]), ValueError, "sinks has shape"),
+    Wrong("no-slot", lambda args, kwargs: args.__setitem__(0, args[0][:, :2]), ValueError, "needs query_start"),
+    Wrong("slot", _set(query_start=-1), ValueError, "query_start is -1"),
+    Wrong("slot-type", _set(query_start=1.0), TypeError, "query_start is a float"),
+    Wrong("length", _set(kv_length=1000), ValueError, "kv_length is 1000"),
+    Wrong("ids", lambda args, kwargs: kwargs.update(document_ids=args[0][:, 1:, 0, 0].long()), ValueError, "document_ids has shape"),
+    Wrong("ids-dtype", lambda args, kwargs: kwargs.update(document_ids=args[0][:, :, 0, 0]), TypeError, "document_ids has dtype"),
+    Wrong(
+        "key-ids-alone", lambda args, kwargs: kwargs.update(key_document_ids=args[1][:, :, 0, 0].long()), ValueError, "without document_ids"
+    ),
+    Wrong("impl", _set(impl="flash"), ValueError, "impl is 'flash'"),
+)
+
+# An error of the scores, a few of their ulps, becomes one of the probabilities times the scores' size (about 4 in units of log2 here): 8.
+# A lone token that sees itself alone has the gradients 0 for its query and its key: no distance can be measured against them.
+_NOT_ONE = (0, 2, 7, 33)
+
+CASES += [
+    Case(
+        "attention",
+        _attention(16, 4, 2),
+        "causal",
+        ulps=8.0,
+        rows=_NOT_ONE,
+        wrong=_ATTENTION_WRONG,
+        eager=_attention_eager,
+        large=_attention(128, 32, 8),
+    ),
+    Case(
+        "attention",
+        _attention(24, 2, 2, window=5, softcap=2.0, sinks=True, documents=True),
+        "all-masks",
+        ulps=8.0,
+        large=_attention(256, 8, 4, window=1024, softcap=50.0),
+    ),
+    Case(
+        "attention",
+        _attention(16, 6, 2, cached=9),
+        "cached",
+        ulps=8.0,
+        rows=(0, 1, 2, 7),
+        large=_attention(64, 64, 8, cached=4095, num_queries=1, sinks=True, documents=True, window=128),
+    ),
+]
+
 # ---- hyper-connections ----
 
 
