@@ -5,6 +5,7 @@ from .cross_entropy import cross_entropy
 from .dispatch import OPS, explain, use
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
+from .linear_cross_entropy import linear_cross_entropy
 from .mhc_coefficients import mhc_coefficients, mhc_pre
 from .mhc_stream import mhc_read, mhc_write
 from .norms import add_rms_norm, rms_norm
@@ -20,6 +21,7 @@ __all__ = [
     "explain",
     "geglu",
     "geglu_packed",
+    "linear_cross_entropy",
     "mhc_coefficients",
     "mhc_pre",
     "mhc_read",

@@ -243,6 +243,18 @@ def _cross_entropy_in_place_kernel(
     tl.store(losses + row, loss)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _scale_kernel(x, scale, out, count, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    factor = tl.load(scale)
+    if start + BLOCK <= count:  # unmasked, so that accesses stay wide though the count is not known to be a multiple of anything
+        tl.store(out + offsets, (tl.load(x + offsets).to(tl.float32) * factor).to(out.dtype.element_ty))
+    else:
+        mask = offsets < count
+        tl.store(out + offsets, (tl.load(x + offsets, mask=mask).to(tl.float32) * factor).to(out.dtype.element_ty), mask=mask)
+
+
 def blocks(num_classes: int) -> dict[str, int]:
     """Launch constants: blocks of at most 4096 columns (16 a thread at 8 warps); more spill, fewer starve the memory pipe."""
     block = min(4096, max(32, triton.next_power_of_2(num_classes)))
@@ -299,6 +311,12 @@ def launch_in_place(
             1.0 - label_smoothing, label_smoothing / num_classes, z_loss, logit_scale, softcap,
             SMOOTHED=label_smoothing != 0, **blocks(num_classes),
         )  # fmt: skip
+
+
+def launch_scale(x: Tensor, scale: Tensor, out: Tensor) -> None:
+    """``out = scale * x`` for contiguous tensors and a 0-d fp32 ``scale``, rounded once."""
+    with on_device(x):
+        launch(_scale_kernel, (triton.cdiv(x.numel(), 4096),), x, scale, out, x.numel(), BLOCK=4096, num_warps=8)
 
 
 def _forward(

@@ -156,7 +156,8 @@ def _mhc_finish_forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row_mask = rows < tokens
     split_stride = tokens * tl.full((1,), K, tl.int64)
-    rstd = tl.rsqrt(_sum_splits(squares_ptr + rows, row_mask, tokens, splits) / width + eps)
+    mean_square = _sum_splits(squares_ptr + rows, row_mask, tokens, splits) / width
+    rstd = tl.rsqrt(tl.where(row_mask, mean_square + eps, 1.0))
     if SAVE:
         tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     i, is_stream, res, is_entry = _indices(N, PADDED_N, IN_OUT)

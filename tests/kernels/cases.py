@@ -86,7 +86,101 @@ CASES: list[Case] = []
 
 # ---- norms: rms_norm, add_rms_norm ----
 
+
+def _normed(inputs: int, width: int, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """x (and a residual), then a weight about 1 - offset."""
+
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        weight = draw.normal(width, std=0.3, mean=1.0 - options.get("offset", 0.0))
+        return (*(draw.normal(rows, width) for _ in range(inputs)), weight), {"eps": 1e-6, **options}
+
+    return make
+
+
+def _eager_rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, casting: str = "input") -> Tensor:
+    """As the Llama (input) and Gemma (fp32) families write it."""
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype) if casting == "input" else (normed * (offset + weight.float())).type_as(x)
+
+
+def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    summed = x + residual
+    return _eager_rms_norm(summed, weight, **options), summed
+
+
+_WRONG_NORM = (
+    Wrong("eps", lambda args, kwargs: kwargs.update(eps=-1.0), ValueError, "eps is -1.0"),
+    Wrong("offset", lambda args, kwargs: kwargs.update(offset="1"), TypeError, "offset is '1'"),
+    Wrong("casting", lambda args, kwargs: kwargs.update(casting="bf16"), ValueError, "casting is 'bf16'"),
+    Wrong("weight-shape", lambda args, kwargs: args.append(args.pop()[:-1]), ValueError, "weight has shape"),
+    Wrong("weight-dtype", lambda args, kwargs: args.append(args.pop().long()), TypeError, "weight has dtype int64"),
+    Wrong("width", lambda args, kwargs: args.__setitem__(0, args[0][:, :0]), ValueError, "x has shape"),
+)
+
+for _op, _inputs, _eager in (("rms_norm", 1, _eager_rms_norm), ("add_rms_norm", 2, _eager_add_rms_norm)):
+    _gemma = {"offset": 1.0, "casting": "fp32"}
+    _residual = (
+        () if _inputs == 1 else (Wrong("residual", lambda args, kwargs: args.insert(1, args.pop(1)[:1]), ValueError, "residual has"),)
+    )
+    CASES += [
+        Case(_op, _normed(_inputs, 97), wrong=_WRONG_NORM + _residual, eager=_eager, large=_normed(_inputs, 4096)),
+        Case(_op, _normed(_inputs, 36, **_gemma), "gemma", eager=_eager, large=_normed(_inputs, 1152, **_gemma)),
+        Case(_op, _normed(_inputs, 16411), "wide", rows=(0, 1, 2, 5), large=_normed(_inputs, 16384)),
+    ]
+CASES.append(Case("rms_norm", lambda draw, rows: ((draw.normal(rows, 5, 24),), {"eps": 1e-6}), "plain"))
+
 # ---- rope: rope, qk_norm_rope ----
+
+
+def _rope_inputs(
+    batch: int, heads: tuple[int, int], head_dim: int, rotated: int, *, tables: int = 1, weights: bool = False, **options: Any
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        q, k = (draw.normal(batch, rows, n, head_dim) for n in heads)
+        angles = draw.normal(tables, rows, rotated // 2, std=5.0, dtype=torch.float32)
+        weight = [draw.normal(head_dim, std=0.3, mean=1.0 - options.get("offset", 0.0)) for _ in range(2 * weights)]
+        return (q, k, *weight, angles.cos(), angles.sin()), options
+
+    return make
+
+
+_WRONG_ROPE = (
+    Wrong("q-shape", lambda args, kwargs: args.__setitem__(0, args[0][0]), ValueError, "q has shape"),
+    Wrong("k-shape", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "k has shape"),
+    Wrong("k-dtype", lambda args, kwargs: args.__setitem__(1, args[1].half()), TypeError, "k has dtype"),
+    Wrong("cos-batch", lambda args, kwargs: args.__setitem__(-2, args[-2].expand(3, -1, -1)), ValueError, "cos has shape"),
+    Wrong("cos-tokens", lambda args, kwargs: args.__setitem__(-2, args[-2][:, :-1]), ValueError, "cos has shape"),
+    Wrong("cos-width", lambda args, kwargs: args.__setitem__(-2, args[-2].repeat(1, 1, 9)), ValueError, "cos has shape"),
+    Wrong("sin-shape", lambda args, kwargs: args.__setitem__(-1, args[-1][..., :-1]), ValueError, "sin has shape"),
+    Wrong("cos-grad", lambda args, kwargs: args[-2].requires_grad_(), ValueError, "cos requires a gradient"),
+)
+_QK_NORM = {"weights": True, "eps": 1e-6}
+_QK_GEMMA = {**_QK_NORM, "offset": 1.0, "casting": "fp32"}
+
+CASES += [
+    Case("rope", _rope_inputs(1, (3, 1), 10, 10), "", ("2", "3"), wrong=_WRONG_ROPE, large=_rope_inputs(1, (32, 8), 128, 128)),
+    Case("rope", _rope_inputs(2, (2, 4), 16, 6, tables=2), "partial", ("2", "3"), large=_rope_inputs(2, (32, 32), 80, 32, tables=2)),
+    Case(
+        "qk_norm_rope",
+        _rope_inputs(1, (3, 1), 10, 10, **_QK_NORM),
+        "",
+        ("4", "5"),
+        wrong=(
+            *_WRONG_ROPE,
+            _WRONG_NORM[0],
+            Wrong("weight-shape", lambda args, kwargs: args.__setitem__(2, args[2][:-1]), ValueError, "q_weight has shape"),
+            Wrong("weight-dtype", lambda args, kwargs: args.__setitem__(3, args[3].half()), TypeError, "k_weight has dtype"),
+        ),
+        large=_rope_inputs(1, (32, 8), 128, 128, **_QK_NORM),
+    ),
+    Case(
+        "qk_norm_rope",
+        _rope_inputs(2, (2, 4), 16, 6, tables=2, **_QK_GEMMA),
+        "gemma-partial",
+        ("4", "5"),
+        large=_rope_inputs(1, (4, 1), 256, 256, **_QK_GEMMA),
+    ),
+]
 
 # ---- gated products: swiglu, geglu ----
 
@@ -163,4 +257,193 @@ CASES.append(
 
 # ---- attention ----
 
+
+def _attention(
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    sinks: bool = False,
+    documents: bool = False,
+    cached: int = 0,
+    num_queries: int | None = None,
+    **options: Any,
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Two rows of tokens; ``cached`` keys come before the queries, whose first slot is then a number on the device."""
+
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        queries, keys = num_queries or rows, cached + rows
+        shapes = ((queries, num_heads), (keys, num_kv_heads), (keys, num_kv_heads))
+        args = tuple(draw.normal(2, tokens, heads, head_dim) for tokens, heads in shapes)
+        kwargs = dict(options)
+        if sinks:
+            kwargs["sinks"] = draw.normal(num_heads)
+        if documents:
+            kwargs["document_ids"] = draw.integers(-1, 2, 2, queries)
+            kwargs["key_document_ids"] = draw.integers(-1, 2, 2, keys) if cached else kwargs["document_ids"]
+        if cached:
+            kwargs["query_start"] = draw.integers(keys - queries, keys - queries + 1)
+        return args, kwargs
+
+    return make
+
+
+def _attention_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _set(**options: Any) -> Callable[[list[Any], dict[str, Any]], None]:
+    return lambda args, kwargs: kwargs.update(options)
+
+
+_ATTENTION_WRONG = (
+    Wrong("q-dims", lambda args, kwargs: args.__setitem__(0, args[0][0]), ValueError, "q has shape"),
+    Wrong("k-head-dim", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "k has shape"),
+    Wrong("v-tokens", lambda args, kwargs: args.__setitem__(2, args[2][:, :-1]), ValueError, "v has shape"),
+    Wrong("v-dtype", lambda args, kwargs: args.__setitem__(2, args[2].double()), TypeError, "expected one dtype"),
+    Wrong("heads", lambda args, kwargs: args.__setitem__(0, args[0][:, :, :3]), ValueError, "q has 3 heads and k has 2"),
+    Wrong(
+        "head-dim", lambda args, kwargs: args.__setitem__(slice(0, 3), [x.repeat(1, 1, 1, 17) for x in args]), ValueError, "head_dim 272"
+    ),
+    Wrong("window", _set(window=0), ValueError, "window is 0"),
+    Wrong("window-not-causal", _set(window=2, causal=False), ValueError, "needs causal=True"),
+    Wrong("softcap", _set(softcap=-1.0), ValueError, "softcap is -1.0"),
+    Wrong("sinks", lambda args, kwargs: kwargs.update(sinks=args[0][0, 0, :3, 0]), ValueError, "sinks has shape"),
+    Wrong("no-slot", lambda args, kwargs: args.__setitem__(0, args[0][:, :2]), ValueError, "needs query_start"),
+    Wrong("slot", _set(query_start=-1), ValueError, "query_start is -1"),
+    Wrong("slot-type", _set(query_start=1.0), TypeError, "query_start is a float"),
+    Wrong("length", _set(kv_length=1000), ValueError, "kv_length is 1000"),
+    Wrong("ids", lambda args, kwargs: kwargs.update(document_ids=args[0][:, 1:, 0, 0].long()), ValueError, "document_ids has shape"),
+    Wrong("ids-dtype", lambda args, kwargs: kwargs.update(document_ids=args[0][:, :, 0, 0]), TypeError, "document_ids has dtype"),
+    Wrong(
+        "key-ids-alone", lambda args, kwargs: kwargs.update(key_document_ids=args[1][:, :, 0, 0].long()), ValueError, "without document_ids"
+    ),
+    Wrong("impl", _set(impl="flash"), ValueError, "impl is 'flash'"),
+)
+
+# An error of the scores, a few of their ulps, becomes one of the probabilities times the scores' size (about 4 in units of log2 here): 8.
+# A lone token that sees itself alone has the gradients 0 for its query and its key: no distance can be measured against them.
+_NOT_ONE = (0, 2, 7, 33)
+
+CASES += [
+    Case(
+        "attention",
+        _attention(16, 4, 2),
+        "causal",
+        ulps=8.0,
+        rows=_NOT_ONE,
+        wrong=_ATTENTION_WRONG,
+        eager=_attention_eager,
+        large=_attention(128, 32, 8),
+    ),
+    Case(
+        "attention",
+        _attention(24, 2, 2, window=5, softcap=2.0, sinks=True, documents=True),
+        "all-masks",
+        ulps=8.0,
+        large=_attention(256, 8, 4, window=1024, softcap=50.0),
+    ),
+    Case(
+        "attention",
+        _attention(16, 6, 2, cached=9),
+        "cached",
+        ulps=8.0,
+        rows=(0, 1, 2, 7),
+        large=_attention(64, 64, 8, cached=4095, num_queries=1, sinks=True, documents=True, window=128),
+    ),
+]
+
 # ---- hyper-connections ----
+
+
+def _fp32(draw: Draw) -> torch.dtype:
+    """The coefficients' dtype: fp32 beside half streams, as models hold them."""
+    return torch.float64 if draw.dtype == torch.float64 else torch.float32
+
+
+def _mhc_coefficients(
+    n: int, hidden_size: int, groups: int = 3, phi_wide: bool = False, **options: Any
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        columns = n * n + 2 * n if groups == 3 else n
+        phi = draw.normal(n * hidden_size, columns, std=(n * hidden_size) ** -0.5, dtype=_fp32(draw) if phi_wide else None)
+        parameters = (draw.normal(columns, dtype=_fp32(draw)), draw.normal(groups, mean=1.0, std=0.5, dtype=_fp32(draw)))
+        return (draw.normal(rows, n, hidden_size), phi, *parameters), {"eps": 1e-6, **options}
+
+    return make
+
+
+def _mhc_read(n: int, hidden_size: int) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda draw, rows: ((draw.normal(rows, n, hidden_size), draw.normal(rows, n, dtype=_fp32(draw))), {})
+
+
+def _mhc_write(n: int, hidden_size: int) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        coefficients = (draw.normal(rows, n, dtype=_fp32(draw)), draw.normal(rows, n, n, dtype=_fp32(draw)))
+        return (draw.normal(rows, n, hidden_size), draw.normal(rows, hidden_size), *coefficients), {}
+
+    return make
+
+
+def _cut(position: int) -> Callable[[list[Any], dict[str, Any]], None]:
+    return lambda args, kwargs: args.__setitem__(position, args[position][..., :-1])
+
+
+_MHC_WRONG = (
+    Wrong("phi-shape", _cut(1), ValueError, "phi has shape"),
+    Wrong("bias-shape", _cut(2), ValueError, "bias has shape"),
+    Wrong("alpha-shape", _cut(3), ValueError, "alpha has shape"),
+    Wrong("streams", lambda args, kwargs: args.__setitem__(0, args[0].repeat(1, 9, 1)), ValueError, "1 <= n <= 8"),
+    Wrong("eps", lambda args, kwargs: kwargs.update(eps=-1.0), ValueError, "eps is -1.0"),
+)
+# 16 ulps: a mixing entry and its gradient pass through 2 divisions an iteration, 40 in all, each good to 2 ulps on a GPU.
+CASES += [
+    Case(
+        "mhc_coefficients",
+        _mhc_coefficients(4, 37),
+        ulps=16.0,
+        wrong=(
+            *_MHC_WRONG,
+            Wrong("iterations", lambda args, kwargs: kwargs.update(iterations=0), ValueError, "iterations is 0"),
+            Wrong("layout", lambda args, kwargs: kwargs.update(res_layout="rows"), ValueError, "res_layout is 'rows'"),
+        ),
+        large=_mhc_coefficients(4, 4096),
+    ),
+    Case(
+        "mhc_coefficients",
+        _mhc_coefficients(3, 131, phi_wide=True, iterations=4, pre_eps=1e-6, sinkhorn_eps=1e-6, res_layout="in_out"),
+        "in_out",
+        ulps=16.0,
+        inside=True,  # a phi wider than x is multiplied in two terms of bf16, or in tf32
+        large=_mhc_coefficients(4, 4096, phi_wide=True, pre_eps=1e-6, sinkhorn_eps=1e-6, res_layout="in_out"),
+    ),
+    Case(
+        "mhc_pre",
+        _mhc_coefficients(4, 37, groups=1, phi_wide=True),
+        ulps=16.0,
+        inside=True,
+        wrong=_MHC_WRONG,
+        large=_mhc_coefficients(4, 4096, groups=1, phi_wide=True),
+    ),
+]
+CASES += [
+    Case("mhc_read", _mhc_read(n, 67), f"{n}", wrong=(Wrong("pre-shape", _cut(1), ValueError, "pre has shape"),), large=_mhc_read(n, 4096))
+    for n in (3, 4)
+]
+CASES += [
+    Case(
+        "mhc_write",
+        _mhc_write(n, 67),
+        f"{n}",
+        wrong=(
+            Wrong("y-shape", _cut(1), ValueError, "y has shape"),
+            Wrong("post-shape", _cut(2), ValueError, "post has shape"),
+            Wrong("mix-shape", _cut(3), ValueError, "mix has shape"),
+        ),
+        large=_mhc_write(n, 4096),
+    )
+    for n in (3, 4)
+]

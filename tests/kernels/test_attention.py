@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ligerformer import kernels
 from ligerformer.kernels import attention, attention_tiles, attention_triton
 from ligerformer.kernels.attention import _attention_reference as reference_alone  # the oracle's own handle
 from ligerformer.kernels.attention import _check_documents, _check_slots
@@ -232,5 +233,195 @@ def oracle(inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("label", GRID)
 def test_triton_is_the_reference(label: str, small_tiles: None, device: str) -> None:
-    inputs, options = make(label, 24, torch.float32, device, batch=2)
+    inputs, options = make(label, 24, torch.float32, device)
     assert_close(gradients(attention, inputs, options, impl="triton"), oracle(inputs, options), ulps=16)
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window": 7, "softcap": 2.0}], ids=["causal", "window and softcap"])
+def test_triton_head_dims(head_dim: int, options: dict[str, Any], triton_dtype: torch.dtype, device: str) -> None:
+    """At the table's own tile sizes; more queries than the path for few of them takes."""
+    inputs = list(draw(1, 19, 19, 1, 1, head_dim, triton_dtype, device))
+    assert_close(
+        gradients(attention, inputs, options, impl="triton"), oracle(inputs, options), ulps=16 if triton_dtype == torch.float32 else 4
+    )
+
+
+def test_triton_at_full_size(triton_dtype: torch.dtype, device: str) -> None:
+    """Several of the table's own tiles, with documents whose ranges span blocks of rows."""
+    inputs = list(draw(1, 150, 150, 2, 1, 16, triton_dtype, device))
+    options = {"window": 70, "document_ids": documents(90, 3, 57, device=device)}
+    assert_close(
+        gradients(attention, inputs, options, impl="triton"), oracle(inputs, options), ulps=16 if triton_dtype == torch.float32 else 4
+    )
+
+
+def test_tiles_divide_the_document_blocks() -> None:
+    for table in attention_tiles._TILES.values():
+        assert all(attention_triton.DOCUMENT_BLOCK % n == 0 for size in table.values() for n in size[:2])
+
+
+def test_packed_projections_are_read_in_place(small_tiles: None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v as views of one projection, and as (B, H, T, D) memory: the contiguous tensors' bits, and no copy."""
+    q, k, v = draw(2, 20, 20, 2, 1, 16, torch.float32, device)
+    expected = attention(q, k, v, impl="triton")
+    packed = torch.cat([x.flatten(2) for x in (q, k, v)], dim=2)  # (2, 20, 4 * 16)
+    views = [x.unflatten(2, (-1, 16)) for x in packed.split([32, 16, 16], dim=2)]
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for given in (views, heads_first):
+        assert all(x.data_ptr() == y.data_ptr() for x, y in zip(given, attention_triton._by_rows(*given)[:3], strict=True))
+        assert torch.equal(attention(*given, impl="triton"), expected)
+    cache = torch.cat([k, k.flip(1)], dim=1)[:, :20]  # the head of a longer cache
+    assert attention_triton._by_rows(cache)[0].data_ptr() == cache.data_ptr()
+    assert torch.equal(attention(q, cache, v, impl="triton"), expected)
+
+
+@pytest.mark.parametrize("number", [11, torch.tensor(11), torch.tensor(11, dtype=torch.int32)])
+@pytest.mark.parametrize("num_queries", [3, 20])
+def test_triton_slots_as_tensors(number: int | Tensor, num_queries: int, small_tiles: None, device: str) -> None:
+    number = number.to(device) if isinstance(number, Tensor) else number
+    inputs = list(draw(1, num_queries, 40, 4, 2, 8, torch.float32, device))
+    options = {"query_start": number, "kv_length": number + 15}
+    assert_close(gradients(attention, inputs, options, impl="triton"), oracle(inputs, options), ulps=16)
+
+
+# ---- properties of all implementations ----
+
+IMPLEMENTATIONS = ("reference", "sdpa", "triton")
+every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+
+
+@every_implementation
+@pytest.mark.parametrize("window", [1, 4, 16, 17])
+def test_window_edge_is_exact(impl: str, window: int, small_tiles: None, device: str) -> None:
+    """Query 30 sees the key at 30 - window + 1 and not the one before it: bits change, bits stay."""
+    q, k, v = draw(1, 35, 35, 2, 1, 8, torch.float32, device)
+    out = attention(q, k, v, window=window, impl=impl)
+    for key, changes in ((30 - window + 1, True), (30 - window, False), (31, False)):
+        other_k, other_v = k.clone(), v.clone()
+        other_k[:, key] += 1.0
+        other_v[:, key] += 1.0
+        other = attention(q, other_k, other_v, window=window, impl=impl)
+        assert (not torch.equal(other[:, 30], out[:, 30])) == changes, f"key {key}"
+
+
+@every_implementation
+@pytest.mark.parametrize("ids", [documents(13, 22), documents(13, 4, 18, ids=(0, 1, 0))], ids=["in order", "in two pieces"])
+def test_documents_are_isolated_bit_for_bit(impl: str, ids: Tensor, small_tiles: None, device: str) -> None:
+    """Other numbers in document 1 change no bit of document 0's output or gradients."""
+    ids = ids.to(device)
+    inputs = list(draw(1, 35, 35, 2, 1, 8, torch.float32, device))
+    mine = ids[0] == 0
+    changed = [torch.where(mine[None, :, None, None], x, 5 * x.flip(1) + 1) for x in inputs]
+    runs = [gradients(attention, given, {"document_ids": ids}, impl=impl) for given in (inputs, changed)]
+    for name, a, b in zip(("out", "dq", "dk", "dv"), *runs, strict=True):
+        assert torch.equal(a[:, mine], b[:, mine]), name
+        assert not torch.equal(a[:, ~mine], b[:, ~mine]), name
+
+
+@every_implementation
+@pytest.mark.parametrize("num_queries", [1, 3, 20])
+@pytest.mark.parametrize("on_device", [False, True], ids=["ints", "tensors"])
+def test_free_cache_slots_may_hold_anything(impl: str, num_queries: int, on_device: bool, small_tiles: None, device: str) -> None:
+    inputs = list(draw(1, num_queries, 45, 2, 1, 8, torch.float32, device))
+    dirty = [inputs[0], *(x.index_fill(1, torch.arange(5 + num_queries, 45, device=device), float("nan")) for x in inputs[1:])]
+    for options in ({"query_start": 5}, {"causal": False, "kv_length": 5 + num_queries}):
+        given = {n: torch.tensor(x, device=device) if on_device and n != "causal" else x for n, x in options.items()}
+        got = gradients(attention, dirty, given, impl=impl)
+        assert_close(got, oracle(inputs, options), ulps=16)
+        assert not got[2][:, 5 + num_queries :].any() and not got[3][:, 5 + num_queries :].any()
+
+
+@every_implementation
+def test_one_query_at_a_time_equals_all_at_once(impl: str, small_tiles: None, device: str) -> None:
+    q, k, v = draw(1, 18, 18, 2, 1, 8, torch.float32, device)
+    whole = attention(q, k, v, window=9, impl=impl)
+    steps = [attention(q[:, i : i + 1], k, v, window=9, query_start=i, impl=impl) for i in range(18)]
+    assert_close([torch.cat(steps, dim=1)], [whole], ulps=16)
+
+
+@every_implementation
+def test_output_is_contiguous_and_of_the_inputs_dtype(impl: str, device: str) -> None:
+    for options in ({}, {"window": 2}):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(2, 5, 5, 4, 2, 16, torch.float16, device))
+        out = attention(q, k, v, impl=impl, **options)
+        assert out.is_contiguous() and out.dtype == torch.float16 and out.shape == q.shape
+
+
+# ---- choice ----
+
+
+def what_ran() -> str:
+    return kernels.explain(reset=True)
+
+
+def test_auto_on_the_cpu_says_what_ran() -> None:
+    q, k, v = draw(1, 5, 5, 4, 2, 8, torch.float32, "cpu")
+    what_ran()
+    attention(q, k, v)
+    attention(q, k, v, softcap=3.0)
+    lines = [line for line in what_ran().splitlines() if line.startswith("attention")]
+    assert len(lines) == 2
+    assert "reference" in lines[0] and "tensors are on cpu" in lines[0] and "it has no softcap" in lines[0]
+    assert "sdpa" in lines[1] and "tensors are on cpu" in lines[1]
+
+
+def test_scopes_decide_for_auto_alone(device: str) -> None:
+    q, k, v = draw(1, 5, 5, 4, 2, 8, torch.float32, device)
+    for scope in ("reference", "triton"):
+        with kernels.use(scope):
+            what_ran()
+            attention(q, k, v)
+            assert f" {scope} " in what_ran()
+            attention(q, k, v, impl="sdpa")
+            assert " sdpa " in what_ran()
+
+
+def test_backward_is_counted(device: str) -> None:
+    inputs = list(draw(1, 5, 5, 4, 2, 8, torch.float32, device))
+    what_ran()
+    gradients(attention, inputs, {}, impl="triton")
+    assert [line.split()[1] for line in what_ran().splitlines()[1:]] == ["backward", "forward"]
+
+
+@pytest.mark.parametrize("options, reason", [({"softcap": 2.0}, "it has no softcap"), ({"sinks": torch.zeros(4)}, "it has no sinks")])
+def test_sdpa_says_what_it_cannot_do(options: dict[str, Any], reason: str) -> None:
+    q, k, v = draw(1, 5, 5, 4, 2, 8, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=f"impl='sdpa' was given.*{reason}"):
+        attention(q, k, v, impl="sdpa", **options)
+
+
+def test_triton_says_what_it_cannot_do(device: str) -> None:
+    q, k, v = draw(1, 5, 5, 4, 2, 8, torch.float64, device)
+    with pytest.raises(ValueError, match=r"impl='triton' was given.*float64"):
+        attention(q, k, v, impl="triton")
+    with pytest.raises(ValueError, match=r"a scale of -1\.0"):
+        attention(q.float(), k.float(), v.float(), scale=-1.0, impl="triton")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_auto_on_a_gpu() -> None:
+    q, k, v = draw(1, 40, 40, 4, 2, 64, torch.bfloat16, "cuda")
+    what_ran()
+    attention(q, k, v)
+    assert " sdpa " in what_ran()
+    for options in ({"window": 8}, {"softcap": 2.0}, {"document_ids": documents(20, 20, device="cuda")}):
+        attention(q, k, v, **options)
+        assert " triton " in what_ran()
+    attention(q.float(), k.float(), v.float())
+    assert " triton " in what_ran()
+    torch.use_deterministic_algorithms(True)
+    try:
+        attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert " triton " in what_ran()
+
+
+@every_implementation
+def test_autocast_runs_in_its_dtype(impl: str, device: str) -> None:
+    q, k, v = draw(1, 5, 5, 4, 2, 8, torch.float32, device)
+    with torch.autocast(device, torch.float16):
+        out = attention(q, k, v.half(), impl=impl)
+    assert out.dtype == torch.float16
+    assert_close([out], [attention(q.half(), k.half(), v.half(), impl="reference")], ulps=2)
