@@ -15,7 +15,7 @@ import torch
 
 from . import __version__
 from .configs import ModelConfig, presets
-from .convert import CannotExpress, config_from_hf, from_hf, load, save, save_hf
+from .convert import config_from_hf, from_hf, load, save, save_hf
 from .kernels import explain
 from .summary import summary
 
