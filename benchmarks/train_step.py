@@ -122,7 +122,9 @@ def main() -> None:
             print(f"{side:6} failed: {row['failed'].strip().splitlines()[-1]}")
         else:
             loss = f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}"
-            print(f"{side:6} {row['tokens_per_s']:9,.0f} tokens/s  {row['ms']:8.1f} ms  peak {row['peak_gib']:6.2f} GiB  {loss}", flush=True)
+            print(
+                f"{side:6} {row['tokens_per_s']:9,.0f} tokens/s  {row['ms']:8.1f} ms  peak {row['peak_gib']:6.2f} GiB  {loss}", flush=True
+            )
             if "estimated_gib" in row:
                 print(f"       estimated {row['estimated_gib']:.2f} GiB")
     if args.out:

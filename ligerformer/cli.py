@@ -163,7 +163,9 @@ def _env(args: argparse.Namespace) -> None:
     rows |= {"cuda": str(torch.version.cuda), "rocm": str(torch.version.hip)}
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        rows[f"gpu {i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
+        rows[f"gpu {i}"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
+        )
     width = max(map(len, rows))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items()))
 
