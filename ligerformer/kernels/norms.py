@@ -8,7 +8,8 @@ end (Gemma).
 
 Cost: the forward reads x and writes y, 2 passes over (rows, width); the backward reads x and the incoming gradient and writes dx, 3
 passes. The add costs 2 more in the forward (residual in, sum out) and 1 in the backward (the sum's gradient, folded into dx).
-Saved for the backward: x (the sum, with the add), the weight, and one fp32 number a row.
+Rows wider than 8192 (16384 in the forward) are read twice. Saved for the backward: x (the sum, with the add), the weight, and one
+fp32 number a row.
 """
 
 from __future__ import annotations

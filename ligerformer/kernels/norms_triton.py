@@ -1,8 +1,8 @@
 """Triton kernels of ``norms.py``, and how they are launched.
 
-A row of at most 16384 columns is held in registers, narrow rows several to a program; wider rows are read twice, in blocks of columns.
-The weight's gradient is formed by a grid of fixed size: each program walks many rows and writes one fp32 partial sum, and the partial
-sums are added in a fixed order.
+A row is held in registers (up to 16384 columns in the forward, 8192 in the backward), narrow rows several to a program; wider rows are
+read twice, in blocks of columns. The weight's gradient is formed by a grid of fixed size: each program walks many rows and writes one
+fp32 partial sum, and the partial sums are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -217,10 +217,11 @@ def _rms_norm_wide_dweight_kernel(
 
 # ---- launches ----
 
-WIDEST_ROW = 16384  # columns; wider rows are read twice
+WIDEST_FORWARD = 16384  # columns; wider rows are read twice
+WIDEST_BACKWARD = 8192  # columns: the weight, its gradient and two rows in registers
 TILE = 4096  # elements of a tile of narrow rows
-WIDE_FORWARD = {"BLOCK_COLUMNS": 4096, "num_warps": 8}
-WIDE_DWEIGHT = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024, "num_warps": 4}
+WIDE_ROW = {"BLOCK_COLUMNS": 4096, "num_warps": 16}
+WIDE_DWEIGHT = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024, "num_warps": 8}
 THREADS_PER_SM = 1024  # of backward programs, which walk the rows: what registers allow
 PREFETCH = 48 * 1024  # bytes: a backward program fetches its next tile ahead, into shared memory, if all of it takes no more
 
@@ -229,7 +230,7 @@ def _tile(width: int, elements_per_thread: int, device: DeviceInfo) -> dict[str,
     """Rows a program takes at a time, and its warps."""
     block_columns = triton.next_power_of_2(width)
     block_rows = max(1, TILE // block_columns)
-    threads = min(1024, block_rows * block_columns // elements_per_thread)
+    threads = min(512, block_rows * block_columns // elements_per_thread)
     return {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": threads // device.warp_size}
 
 
@@ -261,8 +262,8 @@ def launch_forward(
     scalars = (x.stride(0), residual_stride, eps, offset)
     meta = {"WIDTH": width, "ROUND_FIRST": round_first}
     with on_device(x):
-        if width > WIDEST_ROW:
-            launch(_rms_norm_wide_forward_kernel, (rows,), *tensors, *scalars, **meta, **WIDE_FORWARD)
+        if width > WIDEST_FORWARD:
+            launch(_rms_norm_wide_forward_kernel, (rows,), *tensors, *scalars, **meta, **WIDE_ROW)
         else:
             tile = _tile(width, 32, device_info(x.device))
             launch(_rms_norm_forward_kernel, (triton.cdiv(rows, tile["BLOCK_ROWS"]),), *tensors, rows, *scalars, **meta, **tile)
@@ -289,7 +290,7 @@ def launch_backward(
     device = device_info(x.device)
     partial = None
     with on_device(x):
-        if width <= WIDEST_ROW:
+        if width <= WIDEST_BACKWARD:
             tile = _tile(width, 16, device)
             fetched = tile["BLOCK_ROWS"] * tile["BLOCK_COLUMNS"] * sum(t.element_size() for t in (dy, dsum, x) if t is not None)
             programs_per_sm = max(1, THREADS_PER_SM // (tile["num_warps"] * device.warp_size))
@@ -297,10 +298,11 @@ def launch_backward(
             if want_dweight:
                 partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
             arguments = (dy, dsum, x, weight, rstd, dx, partial, rows, *strides, offset)
-            launch(_rms_norm_backward_kernel, (programs,), *arguments, WIDTH=width, STAGES=2 if fetched <= PREFETCH else 1, **tile)
+            meta = {"WIDTH": width, "STAGES": 2 if fetched <= PREFETCH else 1}
+            launch(_rms_norm_backward_kernel, (programs,), *arguments, **meta, **tile)
         else:
             if dx is not None:
-                launch(_rms_norm_wide_dx_kernel, (rows,), dy, dsum, x, weight, rstd, dx, *strides, offset, WIDTH=width, **WIDE_FORWARD)
+                launch(_rms_norm_wide_dx_kernel, (rows,), dy, dsum, x, weight, rstd, dx, *strides, offset, WIDTH=width, **WIDE_ROW)
             if want_dweight:
                 blocks = triton.cdiv(width, WIDE_DWEIGHT["BLOCK_COLUMNS"])
                 splits = min(triton.cdiv(rows, WIDE_DWEIGHT["BLOCK_ROWS"]), max(1, 8 * device.num_sms // blocks))

@@ -125,7 +125,7 @@ for _op, _inputs, _eager in (("rms_norm", 1, _eager_rms_norm), ("add_rms_norm", 
     CASES += [
         Case(_op, _normed(_inputs, 97), wrong=_WRONG_NORM + _residual, eager=_eager, large=_normed(_inputs, 4096)),
         Case(_op, _normed(_inputs, 36, **_gemma), "gemma", eager=_eager, large=_normed(_inputs, 1152, **_gemma)),
-        Case(_op, _normed(_inputs, 16411), "wide", rows=(0, 1, 2, 5), large=_normed(_inputs, 16384)),
+        Case(_op, _normed(_inputs, 16411), "wide", rows=(0, 2, 5), large=_normed(_inputs, 16384)),
     ]
 CASES.append(Case("rms_norm", lambda draw, rows: ((draw.normal(rows, 5, 24),), {"eps": 1e-6}), "plain"))
 

@@ -110,8 +110,9 @@ def run(
         outputs = call(op, inputs)
         if not wanted:
             return Result(outputs, {})
-        grown = [o for o in outputs if o.requires_grad]
-        grads = torch.autograd.grad(grown, [inputs.named()[n] for n in wanted], incoming(grown), materialize_grads=True)
+        # Drawn for every output, so that one that does not depend on the wanted inputs shifts no other's gradient.
+        grown, arriving = zip(*((o, g) for o, g in zip(outputs, incoming(outputs), strict=True) if o.requires_grad), strict=True)
+        grads = torch.autograd.grad(grown, [inputs.named()[n] for n in wanted], arriving, materialize_grads=True)
     return Result(tuple(o.detach() for o in outputs), dict(zip(wanted, grads, strict=True)))
 
 
