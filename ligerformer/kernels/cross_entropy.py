@@ -59,7 +59,8 @@ def cross_entropy(
 
     Raises:
         TypeError, ValueError: wrong dtypes, shapes, devices or options.
-        IndexError: a label outside [0, V) on the CPU. On a GPU, where looking would stall, that token's loss and gradient are NaN.
+        IndexError: a label outside [0, V) on the CPU (RuntimeError in compiled code). On a GPU, where
+            looking would stall, that token's loss and gradient are NaN.
 
     Cost: one read of the logits forward, one read and one write backward; saved: the logits themselves and 4 bytes a token.
     """
@@ -86,14 +87,13 @@ def check_targets(
         checks.has_shape(op, "class_weight", class_weight, (num_classes,))
         if class_weight.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: class_weight requires a gradient, and none is computed for it; pass class_weight.detach()")
-    # While compiling, a look at the values would break the graph: the reference's indexing complains then, at run time.
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+    if labels.device.type == "cpu":
         bad = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
-        if bad.any():
-            raise IndexError(
-                f"{op}: labels holds {int(labels[bad][0])} ({int(bad.sum())} such); expected 0 to {num_classes - 1}, "
-                f"or ignore_index ({ignore_index})"
-            )
+        expected = f"expected 0 to {num_classes - 1}, or ignore_index ({ignore_index})"
+        if torch.compiler.is_compiling():  # a branch on values would break the graph
+            torch._assert_async(~bad.any(), f"{op}: labels holds a value out of range; {expected}")
+        elif bad.any():
+            raise IndexError(f"{op}: labels holds {int(labels[bad][0])} ({int(bad.sum())} out of range); {expected}")
 
 
 def check_options(op: str, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str) -> None:
@@ -123,7 +123,9 @@ def mean_scale(
     if num_items is None and class_weight is None:
         return kept.sum(dtype=dtype).clamp(min=1).reciprocal()
     if num_items is not None:
-        divisor = torch.as_tensor(num_items, dtype=dtype, device=labels.device).reshape(())
+        # A number is filled in on the device, and a tensor stays where it is (a 0-d CPU tensor is read at launch): nothing waits.
+        is_tensor = isinstance(num_items, Tensor)
+        divisor = num_items.reshape(()).to(dtype) if is_tensor else torch.full((), num_items, dtype=dtype, device=labels.device)
     else:
         divisor = torch.where(kept, class_weight.to(dtype)[_safe(labels, class_weight.shape[0])], 0.0).sum()
     return torch.where(kept.any(), divisor.reciprocal(), 1.0)

@@ -75,7 +75,8 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: wrong dtypes, shapes, devices or options.
-        IndexError: a label outside [0, V) on the CPU. On a GPU, where looking would stall, that token's loss and gradients are NaN.
+        IndexError: a label outside [0, V) on the CPU (RuntimeError in compiled code). On a GPU, where
+            looking would stall, that token's loss and gradients are NaN.
 
     Cost: 3 products of 2 * tokens * V * C FLOPs (1 without gradients, 4 with them for "none"). Memory: the logits buffer, the gradients
     saved for the backward, and the weight's gradient in ``accum_dtype`` where there are several chunks.

@@ -253,7 +253,89 @@ CASES.append(
 
 # ---- cross-entropy ----
 
+
+def _labels(draw: Draw, rows: int, num_classes: int) -> Tensor:
+    """Labels in range, every fourth one ignored from the third row on."""
+    labels = draw.integers(0, num_classes, rows)
+    labels[2::4] = -100
+    return labels
+
+
+def _cross_entropy(**options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        num_classes = 53
+        weight = {"class_weight": draw.normal(num_classes).abs() + 0.25} if options.get("class_weight") else {}
+        return (draw.normal(rows, num_classes, std=3.0), _labels(draw, rows, num_classes)), {**options, **weight}
+
+    return make
+
+
+def _set(**options: Any) -> Callable[[list[Any], dict[str, Any]], Any]:
+    return lambda args, kwargs: kwargs.update(options)
+
+
+_BAD_LOSS_OPTIONS = (
+    Wrong("smoothing", _set(label_smoothing=1.5), ValueError, "label_smoothing"),
+    Wrong("softcap", _set(softcap=-1.0), ValueError, "softcap"),
+    Wrong("z_loss", _set(z_loss=-1.0), ValueError, "z_loss"),
+    Wrong("reduction", _set(reduction="average"), ValueError, "reduction"),
+    Wrong("class weights", _set(class_weight=torch.ones(3)), ValueError, "class_weight"),
+)
+_ALL_LOSS_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "class_weight": True}
+CASES += [
+    Case(
+        "cross_entropy",
+        _cross_entropy(),
+        wrong=(
+            *_BAD_LOSS_OPTIONS,
+            Wrong("no tensor", lambda args, kwargs: args.__setitem__(0, [1.0]), TypeError, "logits"),
+            Wrong("label dtype", lambda args, kwargs: args.__setitem__(1, args[1].float()), TypeError, "labels"),
+            Wrong("label shape", lambda args, kwargs: args.__setitem__(1, args[1][None]), ValueError, "labels"),
+        ),
+    ),
+    Case("cross_entropy", _cross_entropy(reduction="none"), "none"),
+    Case("cross_entropy", _cross_entropy(reduction="sum", **_ALL_LOSS_OPTIONS), "options", constants=("class_weight",)),
+]
+
 # ---- linear cross-entropy ----
+
+
+def _linear_cross_entropy(*, bias: bool = False, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        num_classes, hidden_size = 53, 24
+        tensors = {"bias": draw.normal(num_classes)} if bias else {}
+        if options.get("class_weight"):
+            tensors["class_weight"] = draw.normal(num_classes).abs() + 0.25
+        args = draw.normal(rows, hidden_size), draw.normal(num_classes, hidden_size, std=0.5), _labels(draw, rows, num_classes)
+        return args, {**options, **tensors}
+
+    return make
+
+
+CASES += [
+    Case(
+        "linear_cross_entropy",
+        _linear_cross_entropy(),
+        wrong=(
+            *_BAD_LOSS_OPTIONS,
+            Wrong("hidden size", lambda args, kwargs: args.__setitem__(1, args[1][:, 1:]), ValueError, "weight"),
+            Wrong("weight dtype", lambda args, kwargs: args.__setitem__(1, args[1].double()), TypeError, "weight"),
+            Wrong("label shape", lambda args, kwargs: args.__setitem__(2, args[2][None]), ValueError, "labels"),
+            Wrong("bias shape", _set(bias=torch.ones(3)), ValueError, "bias"),
+            Wrong("chunk_bytes", _set(chunk_bytes=0), ValueError, "chunk_bytes"),
+            Wrong("accum_dtype", _set(accum_dtype=torch.int32), ValueError, "accum_dtype"),
+            Wrong("num_valid", _set(num_valid=10**6), ValueError, "num_valid"),
+            Wrong("num_items of a sum", _set(num_items=3, reduction="sum"), ValueError, "num_items"),
+        ),
+    ),
+    Case("linear_cross_entropy", _linear_cross_entropy(bias=True, reduction="none", chunk_bytes=1000), "none"),
+    Case(
+        "linear_cross_entropy",
+        _linear_cross_entropy(bias=True, chunk_bytes=1000, num_items=11, logit_scale=0.5, **_ALL_LOSS_OPTIONS),
+        "options",
+        constants=("class_weight",),
+    ),
+]
 
 # ---- attention ----
 
