@@ -123,6 +123,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *masks: Any)
     if splits > 1:
         part_out = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+    sinks = None if sinks is None else sinks.contiguous()
     with on_device(q):
         ranges = None if few else _document_ranges(m.document_ids, m.key_document_ids)
         q, k, v, strides, batch_rows = _by_rows(q, k, v)

@@ -86,6 +86,7 @@ GRID: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "grouped": (21, 21, 6, 2, {}),
     "one kv head": (9, 9, 3, 1, {}),
     "window": (37, 37, 2, 1, {"window": 5}),
+    "wide window": (56, 56, 1, 1, {"window": 38}),  # with tiles that are seen whole between two edges
     "window of one": (9, 9, 2, 1, {"window": 1}),
     "softcap": (21, 21, 2, 1, {"softcap": 1.5}),
     "scale": (9, 9, 2, 1, {"scale": 0.7}),
