@@ -188,7 +188,7 @@ def _project_backward(
     tokens, n, hidden_size = x.shape
     columns = phi.shape[1]
     sizes = _project_sizes(x, columns)
-    block_tokens, block_columns = (32 if x.dtype == torch.float32 else 64), sizes["BLOCK_COLUMNS"]
+    block_tokens, block_columns = 32, sizes["BLOCK_COLUMNS"]
     column_blocks = n * triton.cdiv(hidden_size, block_columns)
     wanted = triton.cdiv(4 * device_info(x.device).num_sms, column_blocks)  # splits of the tokens that fill the device four times
     tokens_per_split = block_tokens * max(triton.cdiv(tokens, block_tokens * wanted), 1)

@@ -30,9 +30,11 @@ def _mhc_read_reference(x: Tensor, pre: Tensor) -> Tensor:
 
 def _mhc_write_reference(x: Tensor, y: Tensor, post: Tensor, mix: Tensor) -> Tensor:
     wide = _wide(x, y, post, mix)
-    with torch.autocast(x.device.type, enabled=False):
-        mixed = mix.to(wide) @ x.to(wide)  # (..., n, C)
-    return (post.to(wide).unsqueeze(-1) * y.to(wide).unsqueeze(-2) + mixed).to(torch.promote_types(x.dtype, y.dtype))
+    x_wide, mix = x.to(wide), mix.to(wide)
+    out = post.to(wide).unsqueeze(-1) * y.to(wide).unsqueeze(-2)  # (..., n, C)
+    for i in range(x.shape[-2]):
+        out = out + mix[..., i, None] * x_wide[..., i, None, :]
+    return out.to(torch.promote_types(x.dtype, y.dtype))
 
 
 # ---- Triton ----
@@ -249,8 +251,10 @@ def _write_backward_impl(grad: Tensor, x: Tensor, y: Tensor, post: Tensor, mix: 
     tokens, _, hidden_size = x.shape
     ran("mhc_write", "backward", "triton", _WHY)
     sizes = _sizes(x, hidden_size)
-    if sizes["PADDED_N"] > 4:  # the n*n sums a column leave room for two columns a thread
+    if sizes["PADDED_N"] > 4:  # the n*n sums a column leave registers for two columns a thread
         sizes |= {"BLOCK": 256, "num_warps": 4}
+    elif sizes["num_warps"] < 4:
+        sizes["BLOCK"] //= 2
     flags = dict(zip(("NEED_X", "NEED_Y", "NEED_POST", "NEED_MIX"), needed, strict=True))
     with on_device(x):
         strides = (grad.stride(0), grad.stride(1), x.stride(0), x.stride(1), y.stride(0))
