@@ -63,7 +63,7 @@ def from_hf(
     take are ignored and listed. ``load_report`` says where everything came from, ``source`` keeps what ``save_hf`` needs.
 
     Raises a ConfigError for a config that cannot be translated, and one CheckpointError for every tensor that is missing, unexpected,
-    mis-shaped or duplicated, before a byte of weights is read. Anonymous memory peaks at the model and a buffer of 16 MiB.
+    mis-shaped or duplicated, before a byte of weights is read. Anonymous memory peaks at the model and buffers of 16 MiB in all.
     """
     wanted = None if dtype == "auto" else parse_dtype(dtype)
     folder = fetch(id_or_dir, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
+import os
 import re
+import threading
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from torch import Tensor, nn
 
 from ..progress import Progress
@@ -15,6 +18,8 @@ from .errors import fail
 from .report import LoadReport
 from .rules import Rule, check_table
 from .safetensors_file import Entry, Reader, same_values
+
+THREADS = min(4, os.cpu_count() or 1)  # readers: what takes the time is the kernel giving out fresh pages, and that runs in parallel
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -172,17 +177,26 @@ def check(result: Match, headline: str) -> None:
     fail(differing, headline)
 
 
-@torch.no_grad()
 def copy(model: nn.Module, result: Match, report: LoadReport) -> None:
-    """Read every matched tensor straight into its place, in the order of the files, and note it in ``report``."""
-    tensors = named_tensors(model)
-    total = sum(entry.num_bytes for _, _, entry in result.copies)
-    with Reader() as reader, Progress(total, f"loading {report.folder.name}") as progress:
-        for rule, index, entry in sorted(result.copies, key=lambda c: (str(c[2].file), c[2].start)):
-            view = rule.views(tensors[result.canonical[rule.native]].detach())[index]
-            reader.copy(entry, view)
-            report.add(rule.native, rule.sources, entry, view.dtype)
-            progress.update(entry.num_bytes)
+    """Read every matched tensor straight into its place, several at a time, and note it in ``report``."""
+    tensors = {name: x.detach() for name, x in named_tensors(model).items()}
+    jobs = [(rule, entry, rule.views(tensors[result.canonical[rule.native]])[index]) for rule, index, entry in result.copies]
+    jobs.sort(key=lambda job: (str(job[1].file), job[1].start))
+    own = threading.local()
+    with contextlib.ExitStack() as readers, Progress(sum(e.num_bytes for _, e, _ in jobs), f"loading {report.folder.name}") as progress:
+
+        def start() -> None:
+            own.reader = readers.enter_context(Reader())
+
+        with ThreadPoolExecutor(THREADS, initializer=start) as pool:
+            reads = [pool.submit(lambda entry, view: own.reader.copy(entry, view), entry, view) for _, entry, view in jobs]
+            try:
+                for read, (rule, entry, view) in zip(reads, jobs, strict=True):
+                    read.result()
+                    report.add(rule.native, rule.sources, entry, view.dtype)
+                    progress.update(entry.num_bytes)
+            finally:
+                pool.shutdown(cancel_futures=True)
     for first, second in result.twins:
         report.ties[second.name] = f"equal to {first.name}, with which it is tied"
     for native, name in result.canonical.items():

@@ -21,7 +21,8 @@ from torch import Tensor
 from .errors import CheckpointError, fail
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
-STAGING_BYTES = 16 * 1024**2  # what a cast, or a copy to another device, holds at one time
+STAGING_BYTES = 4 * 1024**2  # what a cast, or a copy to another device, holds at one time
+PIECE = 32_760  # elements; torch gives a smaller cast no OpenMP team, which would only stand in the way of the other readers
 
 DTYPES = {
     "F64": torch.float64,
@@ -198,9 +199,11 @@ class Reader:
         if into.device.type == "cpu" and into.is_contiguous() and into.dtype == entry.dtype:
             self._read(entry, 0, memory_of(into))
         elif into.is_contiguous():
-            flat, done = into.view(-1), 0
+            flat, done, on_cpu = into.view(-1), 0, into.device.type == "cpu"
             for chunk in self.chunks(entry, pinned=into.device.type == "cuda"):
-                flat[done : done + chunk.numel()].copy_(chunk)
+                place = flat[done : done + chunk.numel()]
+                for target, values in zip(place.split(PIECE), chunk.split(PIECE)) if on_cpu else [(place, chunk)]:
+                    target.copy_(values)
                 done += chunk.numel()
         else:
             whole = torch.empty(entry.shape, dtype=entry.dtype)
