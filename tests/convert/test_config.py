@@ -522,6 +522,8 @@ def test_windows_of_qwen():
         assert windows(tiny(model_type, use_sliding_window=True, sliding_window=None, max_window_layers=0)) == [None] * 4
         kinds = ["full_attention", "sliding_attention"] * 2
         assert windows(tiny(model_type, **on, max_window_layers=0, layer_types=kinds)) == [None, 5, None, 5]
+        assert translate(tiny(model_type, **on, layer_types=kinds)).defaults == {}  # max_window_layers is not asked for
+        assert translate(tiny(model_type, **on, layer_types=kinds, max_window_layers=1)).inert == {"max_window_layers": 1}
 
 
 def test_windows_of_mistral_and_gemma():
