@@ -26,7 +26,10 @@ def test_parameters_with_everything_on():
     site = (streams * hidden + 1) * (streams**2 + 2 * streams) + 3
     local = attention + gated + 2 * hidden + 2 * hidden + 2 * site  # norms and post norms
     parallel = 2 * attention + gated + hidden + site
-    assert ModelConfig.from_dict(full()).num_params() == vocab * hidden + vocab + 4 * local + parallel + hidden
+    config = ModelConfig.from_dict(full())
+    assert config.num_params() == vocab * hidden + vocab + 4 * local + parallel + hidden
+    with_post_norms = config.replace("layers.global.post_norm", {"type": "rms_norm", "eps": 1e-5})
+    assert with_post_norms.num_params() - config.num_params() == 3 * hidden  # one a branch
 
 
 @pytest.mark.parametrize("seq_len", [1, 64, 4096])

@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
+
+from ligerformer.configs import ConfigError, ModelConfig
+from ligerformer.convert.config import config_from_hf
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
@@ -175,3 +179,15 @@ def hf_configs(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     if model_type == "gemma3_text":
         config["rope_local_base_freq"] = draw(positive(1e6))
     return config
+
+
+def error_of(data: Any) -> str:
+    """The message with which a config.json is refused."""
+    with pytest.raises(ConfigError) as caught:
+        config_from_hf(data)
+    return str(caught.value)
+
+
+def attention_of(config: ModelConfig, layer: int = 0) -> Any:
+    """The attention of a layer."""
+    return config.layer(layer).branches["attention"].block

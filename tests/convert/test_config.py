@@ -3,19 +3,17 @@
 import copy
 import dataclasses
 import json
-import re
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ligerformer.configs import ConfigError, LinearScaling, LongRopeScaling, ModelConfig, YarnScaling
+from ligerformer.configs import ConfigError, ModelConfig
 from ligerformer.convert.config import config_from_hf, to_hf, translate
 from ligerformer.convert.families import CannotExpress, family_of, gemma, llama, model_types, qwen
-from tests.convert.hf_configs import TINY, hf_configs, multimodal, new_dialect, tiny
+from tests.convert.hf_configs import TINY, error_of, hf_configs, multimodal, new_dialect, tiny
 from tests.make_presets import PUBLISHED
 
 SERVED = {name: entry["config"] for name, entry in PUBLISHED.items() if entry["config"]["model_type"] in model_types()}
@@ -28,19 +26,6 @@ DEFAULTS = {
     "gemma2": gemma.GEMMA2_DEFAULTS,
     "gemma3_text": gemma.GEMMA3_DEFAULTS,
 }
-
-
-def error_of(data) -> str:
-    with pytest.raises(ConfigError) as caught:
-        config_from_hf(data)
-    return str(caught.value)
-
-
-def attention_of(config: ModelConfig, layer: int = 0):
-    return config.layer(layer).branches["attention"].block
-
-
-# ------------------------------------------------------------------------------------------------------- published files
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -106,9 +91,6 @@ def resolved(data: dict) -> dict:
 def test_what_is_written_means_the_same_to_transformers(name):
     translation = translate(SERVED[name])
     assert resolved(to_hf(translation.config, translation.model_type)) == resolved(SERVED[name])
-
-
-# ------------------------------------------------------------------------------------------------------------ round trips
 
 
 @pytest.mark.parametrize("model_type", TINY)
@@ -190,9 +172,6 @@ def test_a_changed_config_comes_back_or_is_refused_by_the_name_of_a_change(model
             assert config != original
         else:
             assert config_from_hf(written) == config
-
-
-# ----------------------------------------------------------------------------------------------------------- every key
 
 
 @pytest.mark.parametrize("model_type", TINY)
@@ -385,259 +364,6 @@ def test_families_are_found_by_model_type():
         assert set(family_of(model_type).architecture) == set(family_of(model_type).model_types)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- rope
-
-
-def rope_of(**changes):
-    return attention_of(config_from_hf(tiny("llama", **changes))).rope
-
-
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_every_sub_key_of_every_rope_type_is_used(key):
-    linear = rope_of(**{key: {"rope_type": "linear", "factor": 4}})
-    assert linear.scaling == LinearScaling(4.0)
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "attention_factor": 1.5,
-        "beta_fast": 20.0,
-        "beta_slow": 2.0,
-        "mscale": 0.5,
-        "mscale_all_dim": 0.25,
-        "truncate": False,
-    }
-    assert rope_of(**{key: yarn}).scaling == YarnScaling(4.0, 16, 1.5, 20.0, 2.0, 0.5, 0.25, False)
-    long = {"rope_type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [5, 6, 7, 8], "factor": 3, "attention_factor": 2}
-    assert rope_of(**{key: long | {"original_max_position_embeddings": 16}}).scaling == LongRopeScaling(
-        (1, 2, 3, 4), (5, 6, 7, 8), 16, 3, 2
-    )
-    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    assert rope_of(**{key: llama3}).to_dict()["scaling"] == {"type": "llama3"} | {k: v for k, v in llama3.items() if k != "rope_type"}
-    assert rope_of(**{key: {"rope_type": "dynamic", "factor": 2.0}}).scaling.original_max_position_embeddings == 64
-    for scaling in (yarn, long, llama3, {"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}):
-        assert f"{key}.zzz: unknown key" in error_of(tiny("llama", **{key: scaling | {"zzz": 1}}))
-
-
-def test_keys_of_one_rope_type_are_unknown_to_another():
-    for extra in ("beta_fast", "mscale", "attention_factor", "low_freq_factor", "original_max_position_embeddings"):
-        message = error_of(tiny("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, extra: 1.0}))
-        assert f"rope_scaling.{extra}: unknown key" in message
-
-
-@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope"])
-def test_the_original_context_falls_back_as_in_transformers(kind):
-    scaling = {
-        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        "yarn": {"factor": 4.0},
-        "longrope": {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-    }[kind] | {"rope_type": kind}
-    original = "original_max_position_embeddings"
-    translation = translate(tiny("llama", rope_scaling=scaling))
-    assert attention_of(translation.config).rope.scaling.original_max_position_embeddings == 64
-    assert translation.defaults == {f"rope_scaling.{original}": 64}
-    assert rope_of(rope_scaling=scaling, **{original: 16}).scaling.original_max_position_embeddings == 16
-    assert rope_of(rope_scaling=scaling | {original: 16}, **{original: 16}).scaling.original_max_position_embeddings == 16
-    assert f"rope_scaling.{original}: is 32 while" in error_of(tiny("llama", rope_scaling=scaling | {original: 32}, **{original: 16}))
-
-
-def test_an_original_context_that_nothing_reads_is_refused():
-    original = "original_max_position_embeddings"
-    assert error_of(tiny("llama", **{original: 16})).startswith(f"{original}: is 16 beside no rope scaling")
-    assert original in error_of(tiny("llama", rope_scaling={"rope_type": "linear", "factor": 2.0}, **{original: 16}))
-    assert original in error_of(tiny("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0, original: 16}))
-
-
-@pytest.mark.parametrize("kind", ["yarn", "longrope"])
-def test_a_factor_that_is_null_is_the_ratio_of_the_contexts(kind):
-    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
-    rope = rope_of(rope_scaling={"rope_type": kind, "factor": None, "original_max_position_embeddings": 16, **lists})
-    assert rope.scaling.factor == 4.0
-
-
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("name", ["rope_type", "type"])
-def test_an_unknown_rope_type_is_refused_by_name(key, name):
-    message = error_of(tiny("llama", **{key: {name: "linaer", "factor": 2.0}}))
-    assert message.startswith(f"{key}.{name}: unknown rope type 'linaer'; did you mean 'linear'?; known: default, linear, dynamic")
-    for kind in ("mrope", "su", "proportional", "ntk"):
-        assert f"{key}.{name}: unknown rope type {kind!r}" in error_of(tiny("qwen2", **{key: {name: kind, "factor": 2.0}}))
-
-
-def test_what_a_rope_type_needs_is_not_made_up():
-    for kind, needs in {
-        "linear": ["factor"],
-        "dynamic": ["factor"],
-        "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
-        "longrope": ["short_factor", "long_factor"],
-    }.items():
-        given = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
-        for missing in needs:
-            data = {"rope_type": kind} | {k: given[k] for k in needs if k != missing}
-            assert error_of(tiny("llama", rope_scaling=data)).startswith(f"rope_scaling.{missing}: is missing")
-    message = error_of(tiny("llama", rope_scaling={"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}))
-    assert message.startswith("rope_scaling.high_freq_factor: is 1.0")
-    assert "short_factor" in error_of(tiny("llama", rope_scaling={"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}))
-
-
-def test_dialects_that_contradict_each_other_are_refused():
-    linear = {"rope_type": "linear", "factor": 2.0}
-    assert rope_of(rope_scaling=linear, rope_parameters=linear | {"rope_theta": 20000.0}) == rope_of(rope_scaling=linear)
-    assert "rope_parameters: says otherwise" in error_of(tiny("llama", rope_scaling=linear, rope_parameters=linear | {"factor": 3.0}))
-    assert "rope_parameters.rope_theta: is 5.0 while rope_theta is 20000.0" in error_of(
-        tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0})
-    )
-    assert "rope_scaling.rope_type: is 'yarn' while type is 'linear'" in error_of(
-        tiny("llama", rope_scaling={"rope_type": "yarn", "type": "linear", "factor": 2.0})
-    )
-    assert "stands beside rope_scaling" in error_of(tiny("gemma3_text", rope_scaling=linear, rope_parameters={"full_attention": linear}))
-
-
-@pytest.mark.parametrize("where", ["top", "inside"])
-def test_rotating_part_of_a_head_is_refused_where_the_models_do_not(where):
-    def saying(factor):
-        said = {"partial_rotary_factor": factor}
-        return said if where == "top" else {"rope_parameters": {"rope_type": "default", **said}}
-
-    for good in (1.0, None):
-        assert rope_of(**saying(good)) == rope_of()
-    assert "partial_rotary_factor: is 0.5; expected 1.0 or null" in error_of(tiny("llama", **saying(0.5)))
-
-
-# --------------------------------------------------------------------------------------------------------------------- windows
-
-
-def windows(data) -> list[int | None]:
-    config = config_from_hf(data)
-    return [attention_of(config, i).window for i in range(config.num_layers)]
-
-
-def test_windows_of_qwen():
-    on = {"use_sliding_window": True, "sliding_window": 5}
-    for model_type in ("qwen2", "qwen3"):
-        assert windows(tiny(model_type, sliding_window=5, max_window_layers=2)) == [None] * 4
-        assert windows(tiny(model_type, **on, max_window_layers=3)) == [None, None, None, 5]
-        assert windows(tiny(model_type, **on, max_window_layers=0)) == [5] * 4
-        assert windows(tiny(model_type, **on)) == [None] * 4  # from layer 28 on
-        assert windows(tiny(model_type, use_sliding_window=True, sliding_window=None, max_window_layers=0)) == [None] * 4
-        kinds = ["full_attention", "sliding_attention"] * 2
-        assert windows(tiny(model_type, **on, max_window_layers=0, layer_types=kinds)) == [None, 5, None, 5]
-
-
-def test_windows_of_mistral_and_gemma():
-    assert windows(tiny("mistral")) == [5] * 4
-    assert windows(tiny("mistral", sliding_window=None)) == [None] * 4
-    assert windows(tiny("gemma")) == [None] * 4
-    assert windows(tiny("gemma2")) == [5, None, 5, None]
-    assert windows(tiny("gemma2", layer_types=["full_attention"] * 3 + ["sliding_attention"])) == [None, None, None, 5]
-    assert windows(tiny("gemma3_text")) == [5, 5, None, 5]
-    seven = tiny("gemma3_text", num_hidden_layers=7)
-    del seven["sliding_window_pattern"]
-    assert windows(seven) == [5, 5, 5, 5, 5, None, 5]
-
-
-def test_the_pattern_of_gemma_3_that_transformers_writes_and_never_reads():
-    kinds = ["full_attention", "sliding_attention"] * 2
-    data = {k: v for k, v in tiny("gemma3_text").items() if k != "sliding_window_pattern"}
-    assert windows(data | {"layer_types": kinds, "_sliding_window_pattern": 6}) == [None, 5, None, 5]
-    assert windows(data | {"_sliding_window_pattern": 6}) == [5] * 4
-    assert error_of(data | {"_sliding_window_pattern": 2}).startswith("_sliding_window_pattern: is 2")
-    assert error_of(data | {"layer_types": kinds, "sliding_window_pattern": 2}).startswith("sliding_window_pattern: is 2")
-
-
-def test_gemma_3_scales_the_rope_of_its_full_layers_alone():
-    scaling = {"rope_type": "linear", "factor": 8.0}
-    config = config_from_hf(tiny("gemma3_text", rope_scaling=scaling))
-    local, full = config.layers["local"].branches["attention"].block.rope, config.layers["global"].branches["attention"].block.rope
-    assert (local.theta, local.scaling) == (10000.0, None)
-    assert (full.theta, full.scaling) == (20000.0, LinearScaling(8.0))
-    assert config.pattern == ("local", "local", "global")
-
-
-def test_gemma_3_with_scaled_local_rope_is_written_in_the_new_dialect():
-    parameters = {
-        "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 20000.0},
-    }
-    data = {k: v for k, v in tiny("gemma3_text").items() if not k.startswith("rope_")} | {"rope_parameters": parameters}
-    config = config_from_hf(data)
-    written = to_hf(config)
-    assert written["model_type"] == "gemma3_text"
-    assert "rope_scaling" not in written
-    assert config_from_hf(written) == config
-    assert config_from_hf(json.loads(AutoConfig.for_model(**written).to_json_string())) == config
-    assert "rope_parameters.rope_theta: unknown key" in error_of(data | {"rope_parameters": {"rope_theta": 1.0}})
-    parameters["full_attention"]["truncate"] = False
-    assert error_of(data).startswith("rope_parameters.full_attention.truncate: is false")
-
-
-# ------------------------------------------------------------------------------------------------------------------ multimodal
-
-
-def test_the_text_part_of_gemma_3_is_read_and_saved_as_text():
-    translation = translate(multimodal())
-    text = SERVED["google/gemma-3-27b-pt"]
-    assert translation.config == config_from_hf(text)
-    assert translation.model_type == "gemma3_text"
-    assert translation.defaults["text_config.vocab_size"] == 262208
-    assert translation.defaults["tie_word_embeddings"] is True
-    assert translation.inert == {"eos_token_id": [1, 106], "dtype": "bfloat16", "transformers_version": "4.50.0.dev0"}
-    written = {**translation.inert, **to_hf(translation.config, translation.model_type)}
-    assert config_from_hf(written) == translation.config
-
-
-@pytest.mark.parametrize(
-    "changes, fragment",
-    [
-        ({"text_config": None}, "text_config: is missing"),
-        ({"text_config": 5}, "text_config: is 5"),
-        ({"text_config": multimodal()["text_config"] | {"zzz": 1}}, "text_config.zzz: unknown key"),
-        (
-            {"text_config": multimodal()["text_config"] | {"rope_scaling": {"rope_type": "liner", "factor": 1}}},
-            "text_config.rope_scaling.rope_type",
-        ),
-        ({"text_config": multimodal()["text_config"] | {"model_type": "gemma4_text"}}, "text_config.model_type: is 'gemma4_text'"),
-        ({"text_config": multimodal()["text_config"] | {"tie_word_embeddings": False}}, "text_config.tie_word_embeddings: is False while"),
-        ({"zzz": 1}, "zzz: unknown key of gemma3"),
-    ],
-)
-def test_faults_of_a_multimodal_file_are_named(changes, fragment):
-    assert error_of(multimodal(**changes)).startswith(fragment)
-
-
-def rename(name: str, pairs) -> str:
-    for pattern, replacement in pairs:
-        if re.match(pattern, name):
-            return re.sub(pattern, replacement, name, count=1)
-    return name
-
-
-def ignored(name: str, translation) -> str | None:
-    return next((m.lastgroup for p in translation.ignored_tensors if (m := re.fullmatch(p, name))), None)
-
-
-def test_tensors_of_a_multimodal_checkpoint_find_their_names():
-    translation = translate(multimodal())
-    assert ignored("vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", translation) == "vision_tower"
-    assert ignored("model.vision_tower.vision_model.embeddings.patch_embedding.weight", translation) == "vision_tower"
-    assert ignored("multi_modal_projector.mm_input_projection_weight", translation) == "multi_modal_projector"
-    assert ignored("language_model.model.layers.0.mlp.up_proj.weight", translation) is None
-    for name in ("language_model.model.layers.3.mlp.up_proj.weight", "model.language_model.layers.3.mlp.up_proj.weight"):
-        assert rename(name, translation.renamed_tensors) == "model.layers.3.mlp.up_proj.weight"
-    assert rename("language_model.lm_head.weight", translation.renamed_tensors) == "lm_head.weight"
-    assert rename("lm_head.weight", translation.renamed_tensors) == "lm_head.weight"
-
-
-def test_rotary_buffers_of_old_files_are_ignored_by_name():
-    translation = translate(tiny("llama"))
-    assert ignored("model.layers.11.self_attn.rotary_emb.inv_freq", translation) == "rotary_frequencies"
-    assert ignored("model.rotary_emb.inv_freq", translation) == "rotary_frequencies"
-    assert ignored("model.layers.11.self_attn.q_proj.weight", translation) is None
-
-
-# --------------------------------------------------------------------------------------------------------------------- to_hf
-
-
 def test_what_no_config_json_can_say_is_refused_naming_each_difference():
     config = config_from_hf(tiny("llama")).replace("residual", {"type": "mhc", "streams": 4}).replace("layers.main.attention.rope", None)
     with pytest.raises(CannotExpress) as caught:
@@ -688,55 +414,3 @@ def test_a_multimodal_type_is_not_written():
 )
 def test_a_config_is_written_as_the_first_type_that_can_say_it(model_type, first):
     assert to_hf(config_from_hf(tiny(model_type)))["model_type"] == first
-
-
-# --------------------------------------------------------------------------------------------------------------------- tensors
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", TINY)
-def test_rules_name_every_tensor_of_transformers_model_once(model_type, tied, packed):
-    changes = {"tie_word_embeddings": tied} | {k: True for k in ("attention_bias", "mlp_bias") if k in TINY[model_type]}
-    hf = tiny(model_type, **changes)
-    config = config_from_hf(hf)
-    for name in config.layers:
-        for branch in ("attention", "mlp"):
-            config = config.replace(f"layers.{name}.{branch}.packed", packed)
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf))
-    shapes = {name: tuple(x.shape) for name, x in theirs.state_dict().items() if not (tied and name == "lm_head.weight")}
-    rules = family_of(model_type).rules(config, model_type)
-    sources = [source for rule in rules for source in rule.sources]
-    assert sorted(sources) == sorted(shapes)
-    assert len({rule.native for rule in rules}) == len(rules)
-    for rule in rules:
-        rows = [shapes[source][0] for source in rule.sources]
-        whole = torch.empty(sum(rows), *shapes[rule.sources[0]][1:], device="meta")
-        assert [tuple(view.shape) for view in rule.views(whole)] == [shapes[source] for source in rule.sources]
-    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == config.num_params()
-
-
-def test_norms_stand_where_transformers_has_them():
-    def norms(model_type):
-        rules = family_of(model_type).rules(config_from_hf(tiny(model_type)), model_type)
-        return {rule.native: rule.sources[0] for rule in rules if "layers.1." in rule.native and "norms" in rule.native}
-
-    assert norms("llama") == {
-        "layers.1.norms.0.weight": "model.layers.1.input_layernorm.weight",
-        "layers.1.norms.1.weight": "model.layers.1.post_attention_layernorm.weight",
-    }
-    assert norms("gemma3_text") == {
-        "layers.1.norms.0.weight": "model.layers.1.input_layernorm.weight",
-        "layers.1.post_norms.attention.weight": "model.layers.1.post_attention_layernorm.weight",
-        "layers.1.norms.1.weight": "model.layers.1.pre_feedforward_layernorm.weight",
-        "layers.1.post_norms.mlp.weight": "model.layers.1.post_feedforward_layernorm.weight",
-    }
-
-
-def test_blocks_that_a_family_does_not_know_get_no_rules():
-    config = config_from_hf(tiny("llama")).replace("residual", {"type": "mhc", "streams": 2})
-    config = config.replace("layers.main.attention.sinks", True).replace("layers.main.norm", None)
-    natives = {rule.native for rule in family_of("llama").rules(config, "llama")}
-    assert not any(part in name for name in natives for part in ("sites", "ends", "sinks", "norms"))
-    assert "layers.3.attention.qkv_proj.weight" in natives
