@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .state import positions_of
+
 
 class CacheSpec(Protocol):
     """What a branch's ``cache_spec(batch, capacity, dtype)`` returns: a description that can allocate its entry."""
@@ -103,16 +105,38 @@ class Cache:
     def __getitem__(self, path: str) -> Any:
         return self.entries[path]
 
-    def extend(self, new: int, document_ids: Tensor | None, positions: Tensor) -> None:
-        """Account for ``new`` tokens with these document ids (B, T) and positions, before the layers see them."""
+    def positions_after(self, new: int, document_ids: Tensor | None) -> Tensor:
+        """Positions (1 or B, T) of ``new`` tokens: they count on, and from 0 where a new document starts."""
+        counted_on = self.next_positions + torch.arange(new, device=self.device)
+        if document_ids is None:
+            return counted_on
+        ids = torch.cat([self._last_document(), document_ids], dim=1)
+        restarted = positions_of(ids)[:, 1:]
+        same = (ids[:, 1:] == ids[:, :-1]).cumprod(1).bool()  # up to the first new document
+        return torch.where(same, counted_on, restarted)
+
+    def extend(self, new: int, document_ids: Tensor | None, positions: Tensor) -> Tensor | None:
+        """Account for ``new`` tokens with these document ids (B, T) and positions, before the layers see them.
+
+        Returns their document ids: without any, they go on with their row's last document. None while every row is one document.
+        """
         if self.length + new > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens, {self.length} are in use and {new} came; make a larger one")
-        if document_ids is not None or self.document_ids is not None:
-            if self.document_ids is None:
-                self.document_ids = torch.zeros(self.batch, self.capacity, dtype=torch.int64, device=self.device)
-            self.document_ids[:, self.length : self.length + new] = 0 if document_ids is None else document_ids
+        if document_ids is not None and self.document_ids is None:
+            self.document_ids = torch.zeros(self.batch, self.capacity, dtype=torch.int64, device=self.device)
+        elif document_ids is None and self.document_ids is not None:
+            document_ids = self._last_document().expand(-1, new)
+        if document_ids is not None:
+            self.document_ids[:, self.length : self.length + new] = document_ids
         self.next_positions = positions[:, -1:] + 1
         self.length += new
+        return document_ids
+
+    def _last_document(self) -> Tensor:
+        """(B, 1): the document that each row's last token belongs to."""
+        if self.document_ids is None:
+            return torch.zeros(self.batch, 1, dtype=torch.int64, device=self.device)
+        return self.document_ids[:, self.length - 1 : self.length]
 
     def key_document_ids(self, visible: Visible) -> Tensor | None:
         """Document ids (B, S) of the visible keys."""

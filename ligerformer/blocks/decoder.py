@@ -87,7 +87,8 @@ class Decoder(nn.Module):
 
         Raises a ValueError for an empty batch, tensors on the wrong device, or shapes that do not fit together.
         """
-        self._check_inputs(input_ids, labels=labels, shift_labels=shift_labels, document_ids=document_ids)
+        self._check_inputs(input_ids, cache, attention_mask, position_ids)
+        self._check_per_token(input_ids, labels=labels, shift_labels=shift_labels, document_ids=document_ids)
         ctx = self._context(input_ids, attention_mask, position_ids, document_ids, cache)
         h, hidden = self._hidden(input_ids, ctx, return_hidden_states)
         output = Output()
@@ -110,7 +111,7 @@ class Decoder(nn.Module):
             if keep:
                 state = self.ends.settle(state)
                 streams.append(self.ends.hidden(state))
-            if self.recompute == "layer" and torch.is_grad_enabled():
+            if self.recompute == "layer" and torch.is_grad_enabled() and ctx.cache is None:  # run twice, a layer would fill its cache twice
                 state = self._recomputed(layer, self.ends.settle(state), ctx)
             else:
                 state = layer(state, ctx)
@@ -128,7 +129,7 @@ class Decoder(nn.Module):
             after.append(after_structure)
             return tensors
 
-        tensors = checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
+        tensors = checkpoint(run, *tensors, use_reentrant=False)
         return after[0].restore(tensors)
 
     def _context(
@@ -145,30 +146,41 @@ class Decoder(nn.Module):
         documents = documents_of(tokens, document_ids, attention_mask, position_ids if cache is None else None)
         if position_ids is not None:
             positions = position_ids
-            if not positions.is_cuda and bool((positions < 0).any()):
+            if not positions.is_cuda and not torch.compiler.is_compiling() and bool((positions < 0).any()):
                 raise ValueError(f"position_ids: the least is {int(positions.min())}; expected 0 and up")
-        elif cache is not None and cache.next_positions is not None:
-            positions = cache.next_positions + torch.arange(tokens[1], device=input_ids.device)
+        elif cache is not None and cache.length:
+            positions = cache.positions_after(tokens[1], documents)
         elif documents is not None:
             positions = positions_of(documents)
         else:
             positions = torch.arange(tokens[1], device=input_ids.device).unsqueeze(0)
         if cache is not None:
-            cache.extend(tokens[1], documents, positions)
-            if documents is None and cache.document_ids is not None:
-                documents = cache.document_ids[:, cache.length - tokens[1] : cache.length]
+            documents = cache.extend(tokens[1], documents, positions)
         return Context(positions, documents, cache)
 
-    def _check_inputs(self, input_ids: Tensor, **others: Tensor | None) -> None:
+    def _check_inputs(self, input_ids: Tensor, cache: Cache | None, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids: shape is {tuple(input_ids.shape)}; expected (batch, tokens), both at least 1")
+        batch, new = input_ids.shape
         device = self.embed.weight.device
         if input_ids.device != device:
             raise ValueError(f"input_ids is on {input_ids.device} and the model on {device}; move one of them")
+        if cache is not None and cache.batch != batch:
+            raise ValueError(f"cache: was made for {cache.batch} rows; input_ids has {batch}")
+        allowed = {"position_ids": (position_ids, [(batch, new), (1, new)]), "attention_mask": (attention_mask, [(batch, new)])}
+        if cache is not None and cache.length:
+            allowed["attention_mask"][1].append((batch, cache.length + new))
+        for name, (x, shapes) in allowed.items():
+            if x is not None and (tuple(x.shape) not in shapes or x.device != device):
+                expected = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
+                raise ValueError(f"{name}: shape {tuple(x.shape)} on {x.device}; expected {expected} on {device}")
+
+    def _check_per_token(self, input_ids: Tensor, **others: Tensor | None) -> None:
         for name, x in others.items():
-            if x is not None and (x.shape != input_ids.shape or x.device != device):
+            if x is not None and (x.shape != input_ids.shape or x.device != input_ids.device):
                 raise ValueError(
-                    f"{name}: shape {tuple(x.shape)} on {x.device}; expected {tuple(input_ids.shape)} on {device}, as input_ids has"
+                    f"{name}: shape {tuple(x.shape)} on {x.device}; "
+                    f"expected {tuple(input_ids.shape)} on {input_ids.device}, as input_ids has"
                 )
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
@@ -204,6 +216,8 @@ def _checked(recompute: str) -> Recompute:
 
 def _kept(h: Tensor, logits_to_keep: int | Tensor | None) -> Tensor:
     """The rows of h (B, T, C) whose logits are wanted."""
+    if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep: is {logits_to_keep}; expected 0 (all), the number of last tokens, or their indices as a tensor")
     if logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0):
         return h
     return h[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else h[:, logits_to_keep]

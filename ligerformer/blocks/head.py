@@ -25,7 +25,11 @@ class Head(nn.Module):
 
     softcap: float | None = None
     logit_scale: float = 1.0
-    bias: Tensor | None = None
+    bias: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)  # no class attribute: it would hide the parameter of a head that has one
 
     @property
     def weight(self) -> Tensor:
@@ -66,7 +70,8 @@ class LMHead(Head):
         self._tied: tuple[nn.Module, ...] = ()  # in a tuple, so that the embedding is not registered a second time
         if not model_config.tie_embeddings:
             self._parameters["weight"] = nn.Parameter(torch.empty(model_config.vocab_size, model_config.hidden_size))
-        self.bias = nn.Parameter(torch.empty(model_config.vocab_size)) if config.bias else None
+        if config.bias:
+            self.bias = nn.Parameter(torch.empty(model_config.vocab_size))
 
     @property
     def weight(self) -> Tensor:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
+from .fixed import FixedBuffers
+
 Fill = Callable[[Tensor, torch.Generator], None]  # fills an fp32 tensor in place
 
 
@@ -38,19 +40,31 @@ def values(make: Callable[[], Tensor]) -> Fill:
 
 
 def allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-    """Give every parameter of ``model`` (on any device, the meta device as a rule) uninitialised storage; buffers get their values."""
+    """Give parameters and persistent buffers of ``model`` (on any device, the meta device as a rule) uninitialised storage; constant
+    buffers (:class:`FixedBuffers`) get their values.
+
+    Raises a ValueError for any other buffer, whose values nobody could make again.
+    """
+    for module_name, module in model.named_modules():
+        lost = module._non_persistent_buffers_set - set(module.fixed() if isinstance(module, FixedBuffers) else ())
+        if lost:
+            raise ValueError(
+                f"buffer {sorted(lost)[0]!r} of {module_name or 'the model'} ({type(module).__name__}) would lose its values: "
+                f"models are built on the meta device; return it from fixed() of a FixedBuffers, or make it persistent with an initial value"
+            )
     model.to(dtype)  # on the meta device this moves nothing
     return model.to_empty(device=device)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, names: Collection[str] | None = None) -> None:
-    """Fill the parameters (all, or those named) with their declared initial values.
+    """Fill parameters and persistent buffers (all, or those named) with their declared initial values.
 
-    Raises a ValueError for a parameter that nobody declares a value of.
+    Raises a ValueError for one that nobody declares a value of.
     """
     for module_name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
+        own |= {name: x for name, x in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set}
         if not own:
             continue
         fills = _declared(model, module)
@@ -60,7 +74,7 @@ def initialize(model: nn.Module, seed: int, names: Collection[str] | None = None
                 continue
             if name not in fills:
                 raise ValueError(
-                    f"parameter {full} of {type(module).__name__} has no initial value; "
+                    f"{full} of {type(module).__name__} has no initial value; "
                     f"expected one in its initial_values(), a dict from parameter name to a fill (normal, constant, values)"
                 )
             _fill(parameter, fills[name], _seed_of(seed, full))
@@ -78,6 +92,7 @@ def _declared(model: nn.Module, module: nn.Module) -> dict[str, Fill]:
 
 
 def _fill(parameter: Tensor, fill: Fill, seed: int) -> None:
+    """Fill a parameter or a buffer in place."""
     if parameter.is_meta:
         return
     generator = torch.Generator(parameter.device).manual_seed(seed)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..configs import ModelConfig, registry
-from ..configs.schema import Config
+from ..configs.schema import Config, ConfigError
 from .state import AUX_LOSS, Context, State
 
 
@@ -26,6 +26,8 @@ class Layer(nn.Module):
         self.sublayers = config.sublayers
         self.multipliers = {key: branch.multiplier for key, branch in config.branches.items()}
         for key, branch in config.branches.items():
+            if hasattr(self, key) or key in ("sites", "norms", "post_norms") or not key.isidentifier():
+                raise ConfigError(f"layers.{model_config.layer_types[layer_index]}.{key}: cannot name a branch; choose another key")
             self.add_module(key, make(branch.block, model_config, layer_index))
         site = registry.block_class(model_config.residual.slot, model_config.residual.type).Site
         self.sites = nn.ModuleList(site(model_config.residual, model_config, first_site + j) for j in range(len(config.sublayers)))

@@ -41,7 +41,7 @@ def _rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, offset: fl
     if casting == "fp32":
         return (normed * (weight.to(compute) + offset)).to(x.dtype)
     scale = weight if offset == 0 else weight.to(compute) + offset
-    return (normed.to(x.dtype) * scale).to(torch.result_type(x, weight))
+    return (normed.to(x.dtype) * scale).to(torch.promote_types(x.dtype, weight.dtype))
 
 
 def _add_rms_norm_reference(
