@@ -202,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.summed:
-            gradients = scale_gradients(list(ctx.saved_tensors), upstream, ctx.dtypes, ctx.options[-1])
+            gradients = scale_gradients(list(ctx.saved_tensors), upstream, [str(dtype).removeprefix("torch.") for dtype in ctx.dtypes], ctx.options[-1])
         else:
             _, gradients = chunked(*ctx.saved_tensors, upstream.contiguous(), list(ctx.wanted), *ctx.options)
             gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
@@ -354,10 +354,14 @@ def _torch_chunk(
     return gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
-def _scale(gradients: list[Tensor], scale: Tensor, dtypes: list[torch.dtype], triton: bool) -> list[Tensor]:
-    """``scale`` (0-d, fp32 or fp64) times each gradient, multiplied in scale's dtype and rounded once."""
+def _scale(gradients: list[Tensor], scale: Tensor, dtypes: list[str], triton: bool) -> list[Tensor]:
+    """``scale`` (0-d, fp32 or fp64) times each gradient, multiplied in scale's dtype and rounded once to the dtype of that name.
+
+    (Names, as a list of dtypes reaches a Python implementation as bare integers before torch 2.13.)
+    """
     if not triton:
-        return [(gradient.to(scale.dtype) * scale).to(dtype) for gradient, dtype in zip(gradients, dtypes, strict=True)]
+        pairs = zip(gradients, dtypes, strict=True)
+        return [(gradient.to(scale.dtype) * scale).to(getattr(torch, dtype)) for gradient, dtype in pairs]
     ran("linear_cross_entropy", "backward", "triton", WHY)
     scaled = _scale_fake(gradients, scale, dtypes, triton)
     for gradient, out in zip(gradients, scaled, strict=True):
@@ -365,8 +369,8 @@ def _scale(gradients: list[Tensor], scale: Tensor, dtypes: list[torch.dtype], tr
     return scaled
 
 
-def _scale_fake(gradients: list[Tensor], scale: Tensor, dtypes: list[torch.dtype], triton: bool) -> list[Tensor]:
-    return [gradient.new_empty(gradient.shape, dtype=dtype) for gradient, dtype in zip(gradients, dtypes, strict=True)]
+def _scale_fake(gradients: list[Tensor], scale: Tensor, dtypes: list[str], triton: bool) -> list[Tensor]:
+    return [gradient.new_empty(gradient.shape, dtype=getattr(torch, dtype)) for gradient, dtype in zip(gradients, dtypes, strict=True)]
 
 
 chunked = library.define(
@@ -377,7 +381,7 @@ chunked = library.define(
     _chunked_fake,
 )
 scale_gradients = library.define(
-    "linear_cross_entropy_scale(Tensor[] gradients, Tensor scale, ScalarType[] dtypes, bool triton) -> Tensor[]", _scale, _scale_fake
+    "linear_cross_entropy_scale(Tensor[] gradients, Tensor scale, str[] dtypes, bool triton) -> Tensor[]", _scale, _scale_fake
 )
 
 
