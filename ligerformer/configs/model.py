@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
 from . import counting
-from .block import BlockConfig
+from .block import BlockConfig, ResidualConfig
 from .registry import slots
 from .schema import (
     JSON,
@@ -84,13 +84,13 @@ class LayerConfig(Config):
     ``norm`` stands before each sublayer (null: none), ``post_norm`` after each branch (Gemma 2 and 3, OLMo 2). Every further key is a branch.
     """
 
-    norm: Annotated[Config, Slot("norm")] | None
+    norm: Annotated[BlockConfig, Slot("norm")] | None
     branches: dict[str, BranchConfig]
-    post_norm: Annotated[Config, Slot("norm")] | None = None
+    post_norm: Annotated[BlockConfig, Slot("norm")] | None = None
     sublayers: tuple[tuple[str, ...], ...] = (("attention",), ("mlp",))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, JSON], path: str = "") -> Self:
+    def from_dict(cls, data: Mapping[str, JSON], path: str = "", *, beside: Iterable[str] = ()) -> Self:
         if not isinstance(data, Mapping):
             raise ConfigError(f"{path}: is {data!r}; expected a dict")
         own = {k: v for k, v in data.items() if k in hints(cls) and k != "branches"}
@@ -137,12 +137,12 @@ class ModelConfig(Config):
     num_layers: PositiveInt
     max_position_embeddings: PositiveInt
     tie_embeddings: bool
-    embed: Annotated[Config, Slot("embed")]
-    residual: Annotated[Config, Slot("residual")]
+    embed: Annotated[BlockConfig, Slot("embed")]
+    residual: Annotated[ResidualConfig, Slot("residual")]
     layers: dict[str, LayerConfig]
     pattern: tuple[str, ...]
-    final_norm: Annotated[Config, Slot("norm")] | None
-    head: Annotated[Config, Slot("head")]
+    final_norm: Annotated[BlockConfig, Slot("norm")] | None
+    head: Annotated[BlockConfig, Slot("head")]
     init: InitConfig
 
     def __post_init__(self) -> None:
@@ -169,9 +169,9 @@ class ModelConfig(Config):
                 raise ConfigError(f"layers.{name}: is not in pattern ({', '.join(self.pattern)}); name it there or leave it out")
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, JSON], path: str = "") -> Self:
+    def from_dict(cls, data: Mapping[str, JSON], path: str = "", *, beside: Iterable[str] = ()) -> Self:
         """Read plain data (a dict, JSON); every error names the dotted path, what came and what is allowed."""
-        return super().from_dict(data, path)
+        return super().from_dict(data, path, beside=beside)
 
     def to_dict(self) -> dict[str, JSON]:
         """Plain JSON data, every value written out (derived ones too); ``from_dict`` of it gives an equal config."""

@@ -51,7 +51,7 @@ def config(slot: str, type_: str) -> Callable[[T], T]:
             raise ValueError(f"type {type_!r} of slot {slot!r} is registered already, by {known[type_].__qualname__}")
         if type_ in _configs:
             raise ValueError(f"type {type_!r} has the name of a slot; choose another name")
-        cls.slot, cls.type = slot, type_
+        cls.slot, cls.type = slot, type_  # type: ignore[attr-defined]
         known[type_] = cls
         return cls
 

@@ -140,9 +140,13 @@ def at(path: str) -> Iterator[None]:
         raise ConfigError(join(path, error)) from None
 
 
-@functools.cache
-def hints(cls: type) -> dict[str, Any]:
+def hints(cls: Any) -> dict[str, Any]:
     """The fields of a config class and their annotations, in order."""
+    return _hints(cls)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
     resolved = typing.get_type_hints(cls, include_extras=True)
     return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
 

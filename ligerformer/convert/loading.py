@@ -39,8 +39,8 @@ def config_from_hf(
     """
     if isinstance(id_or_dir, Mapping):
         return translate(id_or_dir).config
-    where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-    return _translate(fetch(id_or_dir, weights=False, **where)).config
+    folder = fetch(id_or_dir, weights=False, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+    return _translate(folder).config
 
 
 def from_hf(

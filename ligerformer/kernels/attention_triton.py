@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import dispatch, library
 from ._triton import DeviceInfo, device_info, launch, on_device, triton
@@ -93,6 +94,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:4]

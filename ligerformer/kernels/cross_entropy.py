@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import checks
 from ._cross_entropy_kernels import cross_entropy_backward, cross_entropy_forward
@@ -204,6 +205,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, class_weight, lse = ctx.saved_tensors
         return cross_entropy_backward(grad, logits, labels, class_weight, lse, *ctx.options), *[None] * 6

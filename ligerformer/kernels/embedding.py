@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import checks, dispatch, library
 from ._triton import launch, on_device, tl, triton
@@ -155,6 +156,7 @@ class _Embedding(torch.autograd.Function):
         return _embedding_forward(ids, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         return None, _embedding_backward(grad, ids, ctx.vocab_size)

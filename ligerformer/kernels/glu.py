@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import checks, dispatch, library
 from ._triton import launch, on_device, tl, triton
@@ -253,6 +254,7 @@ class _Glu(torch.autograd.Function):
         return _glu_forward(gate, up, activation)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
         want_gate, want_up, _ = ctx.needs_input_grad
@@ -268,6 +270,7 @@ class _GluPacked(torch.autograd.Function):
         return _glu_packed_forward(gate_up, activation)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         return _glu_packed_backward(grad, gate_up, ctx.activation), None

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import checks, library
 from ._cross_entropy_kernels import WHY, launch_forward, launch_in_place, launch_scale
@@ -200,9 +201,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() if summed else losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.summed:
-            gradients = scale_gradients(list(ctx.saved_tensors), upstream, [str(dtype).removeprefix("torch.") for dtype in ctx.dtypes], ctx.options[-1])
+            gradients = scale_gradients(
+                list(ctx.saved_tensors), upstream, [str(dtype).removeprefix("torch.") for dtype in ctx.dtypes], ctx.options[-1]
+            )
         else:
             _, gradients = chunked(*ctx.saved_tensors, upstream.contiguous(), list(ctx.wanted), *ctx.options)
             gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]

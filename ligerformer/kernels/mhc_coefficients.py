@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import library
 from ._triton import device_info, launch, on_device, triton
@@ -277,6 +278,7 @@ class _Coefficients(torch.autograd.Function):
         return pre, post, mix
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dpre, dpost, dmix):
         needed = ctx.needs_input_grad[:4]
         if dpre is None and dpost is None and dmix is None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import library
 from ._triton import launch, on_device, tl, triton
@@ -285,6 +286,7 @@ class _Read(torch.autograd.Function):
         return _read_forward(x, pre)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         needed = ctx.needs_input_grad
         grads = _read_backward(grad, *ctx.saved_tensors, needed)
@@ -298,6 +300,7 @@ class _Write(torch.autograd.Function):
         return _write_forward(x, y, post, mix)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         needed = ctx.needs_input_grad
         grads = _write_backward(grad, *ctx.saved_tensors, needed)

@@ -19,7 +19,7 @@ from ligerformer.kernels import _triton
 
 from ..conftest import GPU
 from .cases import CASES, Case
-from .harness import Inputs, Result, arriving, assert_near, assert_same_bits, call, draw, incoming, leaves, oracle, run
+from .harness import Inputs, Result, arriving, assert_near, assert_same_bits, call, draw, grown, incoming, leaves, oracle, run
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
 FIRST = list({case.op: case for case in reversed(CASES)}.values())[::-1]  # one case an op
@@ -89,9 +89,9 @@ def compiled(case: Case, graphs: list[Any], backend: str = "aot_eager") -> Calla
         leaf = leaves(inputs, inputs.differentiable)
         with kernels.use("triton"):
             outputs = traced(leaf)
-            grown = [o for o in outputs if o.requires_grad]
             wanted = [leaf.named()[name] for name in inputs.differentiable]
-            grads = torch.autograd.grad(grown, wanted, incoming(grown), materialize_grads=True)
+            ends, arriving = grown(outputs, incoming(outputs))
+            grads = torch.autograd.grad(ends, wanted, arriving, materialize_grads=True)
         return Result(tuple(o.detach() for o in outputs), dict(zip(inputs.differentiable, grads, strict=True)))
 
     return step

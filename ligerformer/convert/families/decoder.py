@@ -76,7 +76,7 @@ def _derive(keys: Keys, name: str, value: int) -> int:
 def read_mlp(keys: Keys, activation_key: str, more: Mapping[str, str] | None = None, *, bias: bool = False) -> GatedMLPConfig:
     """The MLP; ``more`` are activation names that this model type alone understands."""
     known: dict[str, Any] = ACTIVATIONS | dict(more or {})
-    activation = keys.take(activation_key, Literal[tuple(known)])  # type: ignore[valid-type]
+    activation = keys.take(activation_key, Literal[tuple(known)])
     return GatedMLPConfig(keys.take("intermediate_size", PositiveInt), activation=known[activation], bias=bias)
 
 
