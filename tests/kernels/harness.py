@@ -88,6 +88,11 @@ def incoming(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [(torch.randn(o.shape, generator=generator, dtype=torch.float64) * 16).round().div(16).to(o.dtype).to(o.device) for o in outputs]
 
 
+def reached(outputs: Sequence[Tensor], incoming: Callable[..., list[Tensor]] = incoming) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The outputs that have a backward, and their gradients: drawn for every output, so that one without shifts no other's."""
+    return tuple(zip(*((o, g) for o, g in zip(outputs, incoming(outputs), strict=True) if o.requires_grad), strict=True))
+
+
 def arriving(op: str, inputs: Inputs, mode: str) -> list[Tensor]:
     """The incoming gradients that :func:`run` takes by default, made beforehand (they are drawn on the host)."""
     with kernels.use(mode):
@@ -110,8 +115,7 @@ def run(
         outputs = call(op, inputs)
         if not wanted:
             return Result(outputs, {})
-        # Drawn for every output, so that one that does not depend on the wanted inputs shifts no other's gradient.
-        grown, arriving = zip(*((o, g) for o, g in zip(outputs, incoming(outputs), strict=True) if o.requires_grad), strict=True)
+        grown, arriving = reached(outputs, incoming)
         grads = torch.autograd.grad(grown, [inputs.named()[n] for n in wanted], arriving, materialize_grads=True)
     return Result(tuple(o.detach() for o in outputs), dict(zip(wanted, grads, strict=True)))
 

@@ -20,7 +20,7 @@ from ligerformer.kernels import _triton
 
 from ..conftest import GPU
 from .cases import CASES, Case, Wrong
-from .harness import assert_near, assert_same_bits, call, draw, flatten, incoming, leaves, oracle, run, same_bits
+from .harness import assert_near, assert_same_bits, call, draw, flatten, incoming, leaves, oracle, reached, run, same_bits
 
 HALVES = [torch.float16, torch.bfloat16]
 TRITON = [("triton", dtype) for dtype in [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]]
@@ -142,8 +142,7 @@ def test_accumulated_gradients(case: Case, mode: str, dtype: torch.dtype, device
         leaf = leaves(inputs, wanted)
         with kernels.use(mode):
             for _ in range(2):
-                outputs = [o for o in call(case.op, leaf) if o.requires_grad]
-                torch.autograd.backward(outputs, incoming(outputs))
+                torch.autograd.backward(*reached(call(case.op, leaf)))
         once = run(case.op, inputs, mode, wanted=wanted)
         for name, x in leaf.tensors().items():
             if name not in wanted:
