@@ -240,6 +240,10 @@ def _as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def _laid_out(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.contiguous()
+
+
 def launch_forward(
     x: Tensor,  # (..., width)
     residual: Tensor | None,  # (..., width)
@@ -252,7 +256,7 @@ def launch_forward(
     round_first: bool,
 ) -> None:
     """Fill ``y``, ``summed`` and ``rstd``."""
-    x = _as_rows(x)
+    x, weight = _as_rows(x), _laid_out(weight)
     rows, width = x.shape
     residual_stride = 0
     if residual is not None:
@@ -280,7 +284,7 @@ def launch_backward(
     want_dweight: bool,
 ) -> Tensor | None:
     """Fill ``dx`` if given; return the weight's gradient in fp32 if wanted."""
-    x, dy = _as_rows(x), _as_rows(dy)
+    x, dy, weight = _as_rows(x), _as_rows(dy), _laid_out(weight)
     rows, width = x.shape
     dsum_stride = 0
     if dsum is not None:

@@ -333,7 +333,7 @@ def launch_forward(
     """Fill the outputs."""
     q, k = last_stride_one(q), last_stride_one(k)
     cos, sin, *strides = table_strides(cos, sin)
-    tensors = (q, k, q_weight, k_weight, *outputs, cos, sin)
+    tensors = (q, k, q_weight.contiguous(), k_weight.contiguous(), *outputs, cos, sin)
     scalars = (q.shape[1], *strides, *q.stride()[:3], *k.stride()[:3], eps, offset)
     layout = head_layout(q, k, cos.shape[2])
     meta = {"ALIGNED": is_aligned(layout["HEAD_DIM"], layout["HALF"], q, k), "ROUND_FIRST": round_first}
@@ -368,7 +368,8 @@ def launch_backward(
     programs = min(num_tokens, device.num_sms * max(1, THREADS_PER_SM // (layout["num_warps"] * device.warp_size)))
     partial = torch.empty(want_q_weight + want_k_weight, programs, q.shape[3], dtype=torch.float32, device=q.device)
     q_partial, k_partial = partial[0] if want_q_weight else None, partial[-1] if want_k_weight else None
-    tensors = (q_grad.contiguous(), k_grad.contiguous(), q, k, q_weight, k_weight, dq, dk, q_partial, k_partial, q_rstd, k_rstd, cos, sin)
+    q_grad, k_grad, q_weight, k_weight = (x.contiguous() for x in (q_grad, k_grad, q_weight, k_weight))
+    tensors = (q_grad, k_grad, q, k, q_weight, k_weight, dq, dk, q_partial, k_partial, q_rstd, k_rstd, cos, sin)
     scalars = (num_tokens, q.shape[1], *strides, *q.stride()[:3], *k.stride()[:3], offset)
     alignment = is_aligned(layout["HEAD_DIM"], layout["HALF"], q, k)
     with on_device(q):
