@@ -1,7 +1,7 @@
 """The Triton kernels of cross-entropy, shared by ``cross_entropy`` and ``linear_cross_entropy``. See cross_entropy.py for the formula.
 
 One program a token. It walks the row in blocks of columns: once for the statistics, once more for the gradient. Exponentials are
-base 2 with log2(e) folded into one multiply-add; all arithmetic is fp32.
+base 2, with log2(e) folded into one multiply-add in the statistics; all arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def _write_gradient_block(
 ):  # fmt: skip
     mask = columns < num_classes
     z = _softcapped(row_ptr + columns, mask, logit_scale, softcap, MASKED)
-    gradient = p_factor * tl.exp2(z * LOG2E - lse * LOG2E)
+    # The difference first: rounding then grows with its size, which is small where p matters, and not with that of the logits.
+    gradient = p_factor * tl.exp2((z - lse) * LOG2E)
     gradient = tl.where(columns == column, gradient - label_factor, gradient)
     if SMOOTHED:
         gradient -= class_factor * _class_weights(class_weight, columns, mask, MASKED)

@@ -18,6 +18,7 @@ upstream gradient); besides them 3 passes over the logits. Saved for the backwar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -196,22 +197,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         inputs = (hidden, weight, bias, labels, class_weight)
         losses, gradients = chunked(*inputs, None, list(wanted) if summed else [False] * 3, *options)
         ctx.summed, ctx.wanted, ctx.options = summed, wanted, options
-        ctx.dtypes = [x.dtype for x, want in zip(inputs[:3], wanted, strict=True) if x is not None and want]
-        ctx.save_for_backward(*(gradients if summed else inputs))
+        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        ctx.save_for_backward(*(_spread(gradients, wanted) if summed else inputs))
         return losses.sum() if summed else losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.summed:
-            gradients = scale_gradients(
-                list(ctx.saved_tensors), upstream, [str(dtype).removeprefix("torch.") for dtype in ctx.dtypes], ctx.options[-1]
-            )
+            gradients = scale_gradients(*ctx.saved_tensors, upstream, *ctx.dtypes, ctx.options[-1])
         else:
             _, gradients = chunked(*ctx.saved_tensors, upstream.contiguous(), list(ctx.wanted), *ctx.options)
-            gradients = [gradient.to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        remaining = list(gradients)
-        return *(remaining.pop(0) if want else None for want in ctx.wanted), *[None] * (4 + len(ctx.options))
+        spread = _spread(gradients, ctx.wanted)
+        cast = (None if x is None else x.to(dtype) for x, dtype in zip(spread, ctx.dtypes, strict=True))
+        return *cast, *[None] * (4 + len(ctx.options))
+
+
+def _spread(gradients: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients wanted in their places, and None in the others."""
+    remaining = list(gradients)
+    return [remaining.pop(0) if want else None for want in wanted]
 
 
 def _chunked(
@@ -236,8 +241,7 @@ def _chunked(
     if triton:
         ran("linear_cross_entropy", "forward" if upstream is None else "backward", "triton", WHY)
     losses, gradients = _outputs(hidden, weight, wanted, compute_dtype, dweight_dtype)
-    remaining = list(gradients)
-    dhidden, dweight, dbias = (remaining.pop(0) if want else None for want in wanted)
+    dhidden, dweight, dbias = _spread(gradients, wanted)
     loss_and_gradient = _triton_chunk if triton else _torch_chunk
     num_rows, labels = hidden.shape[0], labels.contiguous()
     rows = _even_chunk(num_rows, chunk_rows)
@@ -358,23 +362,29 @@ def _torch_chunk(
     return gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
-def _scale(gradients: list[Tensor], scale: Tensor, dtypes: list[str], triton: bool) -> list[Tensor]:
-    """``scale`` (0-d, fp32 or fp64) times each gradient, multiplied in scale's dtype and rounded once to the dtype of that name.
-
-    (Names, as a list of dtypes reaches a Python implementation as bare integers before torch 2.13.)
-    """
-    if not triton:
-        pairs = zip(gradients, dtypes, strict=True)
-        return [(gradient.to(scale.dtype) * scale).to(getattr(torch, dtype)) for gradient, dtype in pairs]
-    ran("linear_cross_entropy", "backward", "triton", WHY)
-    scaled = _scale_fake(gradients, scale, dtypes, triton)
+def _scale(
+    dhidden: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, scale: Tensor, hidden_dtype: torch.dtype,
+    weight_dtype: torch.dtype, bias_dtype: torch.dtype, triton: bool,
+) -> list[Tensor]:  # fmt: skip
+    """``scale`` (0-d, fp32 or fp64) times each gradient there is, multiplied in scale's dtype and rounded once."""
+    gradients = [x for x in (dhidden, dweight, dbias) if x is not None]
+    scaled = _scale_fake(dhidden, dweight, dbias, scale, hidden_dtype, weight_dtype, bias_dtype, triton)
+    if triton:
+        ran("linear_cross_entropy", "backward", "triton", WHY)
     for gradient, out in zip(gradients, scaled, strict=True):
-        launch_scale(gradient, scale, out)
+        if triton:
+            launch_scale(gradient, scale, out)
+        else:
+            torch.mul(gradient.to(scale.dtype), scale, out=out)  # rounds to out's dtype as it stores
     return scaled
 
 
-def _scale_fake(gradients: list[Tensor], scale: Tensor, dtypes: list[str], triton: bool) -> list[Tensor]:
-    return [gradient.new_empty(gradient.shape, dtype=getattr(torch, dtype)) for gradient, dtype in zip(gradients, dtypes, strict=True)]
+def _scale_fake(
+    dhidden: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, scale: Tensor, hidden_dtype: torch.dtype,
+    weight_dtype: torch.dtype, bias_dtype: torch.dtype, triton: bool,
+) -> list[Tensor]:  # fmt: skip
+    pairs = ((dhidden, hidden_dtype), (dweight, weight_dtype), (dbias, bias_dtype))
+    return [x.new_empty(x.shape, dtype=dtype) for x, dtype in pairs if x is not None]
 
 
 chunked = library.define(
@@ -385,7 +395,10 @@ chunked = library.define(
     _chunked_fake,
 )
 scale_gradients = library.define(
-    "linear_cross_entropy_scale(Tensor[] gradients, Tensor scale, str[] dtypes, bool triton) -> Tensor[]", _scale, _scale_fake
+    "linear_cross_entropy_scale(Tensor? dhidden, Tensor? dweight, Tensor? dbias, Tensor scale, ScalarType hidden_dtype, "
+    "ScalarType weight_dtype, ScalarType bias_dtype, bool triton) -> Tensor[]",
+    _scale,
+    _scale_fake,
 )
 
 

@@ -257,13 +257,11 @@ CASES.append(
 def _labels(draw: Draw, rows: int, num_classes: int) -> Tensor:
     """Labels in range, every fourth one ignored from the third row on."""
     labels = draw.integers(0, num_classes, rows)
-    labels[2::4] = -100
-    return labels
+    return torch.where(torch.arange(rows, device=labels.device) % 4 == 2, -100, labels)
 
 
-def _cross_entropy(**options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+def _cross_entropy(num_classes: int, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
     def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        num_classes = 53
         weight = {"class_weight": draw.normal(num_classes).abs() + 0.25} if options.get("class_weight") else {}
         return (draw.normal(rows, num_classes, std=3.0), _labels(draw, rows, num_classes)), {**options, **weight}
 
@@ -285,7 +283,9 @@ _ALL_LOSS_OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "cl
 CASES += [
     Case(
         "cross_entropy",
-        _cross_entropy(),
+        _cross_entropy(53),
+        eager=lambda logits, labels: torch.nn.functional.cross_entropy(logits.float(), labels),
+        large=_cross_entropy(128_256),
         wrong=(
             *_BAD_LOSS_OPTIONS,
             Wrong("no tensor", lambda args, kwargs: args.__setitem__(0, [1.0]), TypeError, "logits"),
@@ -293,16 +293,24 @@ CASES += [
             Wrong("label shape", lambda args, kwargs: args.__setitem__(1, args[1][None]), ValueError, "labels"),
         ),
     ),
-    Case("cross_entropy", _cross_entropy(reduction="none"), "none"),
-    Case("cross_entropy", _cross_entropy(reduction="sum", **_ALL_LOSS_OPTIONS), "options", constants=("class_weight",)),
+    Case("cross_entropy", _cross_entropy(53, reduction="none"), "none", large=_cross_entropy(50_257, reduction="none")),
+    Case(
+        "cross_entropy",
+        _cross_entropy(53, reduction="sum", **_ALL_LOSS_OPTIONS),
+        "options",
+        constants=("class_weight",),
+        large=_cross_entropy(262_144, **_ALL_LOSS_OPTIONS),
+    ),
 ]
 
 # ---- linear cross-entropy ----
 
 
-def _linear_cross_entropy(*, bias: bool = False, **options: Any) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+def _linear_cross_entropy(
+    num_classes: int, *, bias: bool = False, **options: Any
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
     def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        num_classes, hidden_size = 53, 24
+        hidden_size = 24
         tensors = {"bias": draw.normal(num_classes)} if bias else {}
         if options.get("class_weight"):
             tensors["class_weight"] = draw.normal(num_classes).abs() + 0.25
@@ -312,10 +320,17 @@ def _linear_cross_entropy(*, bias: bool = False, **options: Any) -> Callable[[Dr
     return make
 
 
+def _eager_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight).float(), labels)
+
+
 CASES += [
     Case(
         "linear_cross_entropy",
-        _linear_cross_entropy(),
+        _linear_cross_entropy(53),
+        inside=True,
+        eager=_eager_linear_cross_entropy,
+        large=_linear_cross_entropy(128_256),
         wrong=(
             *_BAD_LOSS_OPTIONS,
             Wrong("hidden size", lambda args, kwargs: args.__setitem__(1, args[1][:, 1:]), ValueError, "weight"),
@@ -328,12 +343,20 @@ CASES += [
             Wrong("num_items of a sum", _set(num_items=3, reduction="sum"), ValueError, "num_items"),
         ),
     ),
-    Case("linear_cross_entropy", _linear_cross_entropy(bias=True, reduction="none", chunk_bytes=1000), "none"),
     Case(
         "linear_cross_entropy",
-        _linear_cross_entropy(bias=True, chunk_bytes=1000, num_items=11, logit_scale=0.5, **_ALL_LOSS_OPTIONS),
+        _linear_cross_entropy(53, bias=True, reduction="none", chunk_bytes=1000),
+        "none",
+        inside=True,
+        large=_linear_cross_entropy(50_257, bias=True, reduction="none"),
+    ),
+    Case(
+        "linear_cross_entropy",
+        _linear_cross_entropy(53, bias=True, chunk_bytes=1000, num_items=11, logit_scale=0.5, **_ALL_LOSS_OPTIONS),
         "options",
+        inside=True,
         constants=("class_weight",),
+        large=_linear_cross_entropy(262_144, bias=True, num_items=11, logit_scale=0.5, **_ALL_LOSS_OPTIONS),
     ),
 ]
 

@@ -69,8 +69,10 @@ def test_logits_and_gradients_no_further_from_float64(
 
 def test_greedy_text_is_the_same(folder: Path, ids: Tensor, device: str, no_tf32: None) -> None:
     prompt = ids[:, :64].to(device)
-    theirs = oracle(folder, torch.float32, "sdpa").to(device).generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, min_new_tokens=64, do_sample=False
+    theirs = (
+        oracle(folder, torch.float32, "sdpa")
+        .to(device)
+        .generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=64, min_new_tokens=64, do_sample=False)
     )
     model = ligerformer.from_hf(folder, dtype=torch.float32, device=device)
     assert torch.equal(model.generate(prompt, 64), theirs)
