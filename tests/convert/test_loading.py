@@ -270,7 +270,7 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.0005)
 before = anonymous()
-thread = threading.Thread(target=watch); thread.start()
+thread = threading.Thread(target=watch, daemon=True); thread.start()
 model = from_hf(sys.argv[1], dtype=sys.argv[2])
 running = False; thread.join()
 size = sum(p.nbytes for p in model.parameters())
