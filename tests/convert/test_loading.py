@@ -165,6 +165,15 @@ def test_what_an_override_adds_is_initialised_and_listed(llama: Path) -> None:
     assert torch.equal(more.layers[3].norms[0].weight, torch.ones(24))
 
 
+def test_another_residual_is_initialised_and_starts_as_the_plain_model(llama: Path) -> None:
+    plain, model = from_hf(llama), from_hf(llama, overrides={"residual": dict(type="mhc", streams=2)})
+    added = model.load_report.initialized
+    assert added and all(".sites." in name or name.startswith("ends.") for name in added)
+    assert set(plain.state_dict()) | set(added) == set(model.state_dict())
+    ids = torch.randint(40, (1, 9))
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_what_an_override_takes_away_is_listed(llama: Path) -> None:
     model = from_hf(llama, overrides={"num_layers": 2, "layers.main.mlp.bias": False})
     ignored = model.load_report.ignored
@@ -261,7 +270,7 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.0005)
 before = anonymous()
-thread = threading.Thread(target=watch); thread.start()
+thread = threading.Thread(target=watch, daemon=True); thread.start()
 model = from_hf(sys.argv[1], dtype=sys.argv[2])
 running = False; thread.join()
 size = sum(p.nbytes for p in model.parameters())

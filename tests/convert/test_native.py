@@ -36,7 +36,7 @@ def gain() -> Iterator[type[nn.Module]]:
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
         def initial_values(self) -> dict[str, Any]:
-            return {"gain": constant(self.start)}
+            return {"gain": constant(self.start), "calls": constant(0.0)}
 
         def forward(self, x: Tensor, ctx: Context, shared: dict[str, Tensor]) -> Tensor:
             return x * self.gain

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ligerformer import build
 from ligerformer.configs import ModelConfig
 from ligerformer.convert import CannotExpress, CheckpointError, config_from_hf, from_hf, load, save, save_hf, write
-from tests.convert.hf_models import MODELS, hf_model
+from tests.convert.hf_models import MODELS, SIZES, hf_model
 from tests.convert.test_native import gain, same_tensors, tiny, with_gain
 
 transformers = pytest.importorskip("transformers")
@@ -167,3 +167,35 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_whole(tmp_path: Path, mon
         save_hf(model, tmp_path / "m")
     assert written and {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.fixture
+def multimodal(tmp_path: Path) -> Path:
+    """A tiny Gemma 3 that sees, as a folder."""
+    text = {**SIZES, **MODELS["gemma3_text"]}
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=39)
+    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    model.save_pretrained(tmp_path / "multimodal")
+    return tmp_path / "multimodal"
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path, multimodal: Path) -> None:
+    model = from_hf(multimodal)
+    theirs = all_tensors(multimodal)
+    vision = {name for name in theirs if "language_model" not in name and "lm_head" not in name}
+    assert vision and set(model.load_report.ignored) == vision
+    assert set(model.load_report.ignored.values()) == {"vision tower", "multi modal projector"}
+    save_hf(model, tmp_path / "text")
+    ours = all_tensors(tmp_path / "text")
+    text = {name.replace("language_model.model.", "model.").replace("model.language_model.", "model."): x for name, x in theirs.items()}
+    assert len(ours) == len(theirs) - len(vision) and all(torch.equal(x, text[name]) for name, x in ours.items())
+    opened, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
+    assert type(opened).__name__ == "Gemma3ForCausalLM" and not info["missing_keys"] and not info["unexpected_keys"]
+    oracle = transformers.Gemma3ForConditionalGeneration.from_pretrained(multimodal, attn_implementation="eager").eval()
+    ids = torch.randint(39, (1, 12))
+    with torch.no_grad():
+        expected, logits = oracle(ids).logits, model(ids).logits
+    assert ((logits - expected).abs().max() / expected.abs().max()).item() < 2**-23 * 200
