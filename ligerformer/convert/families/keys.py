@@ -120,7 +120,9 @@ WHOLE_HEADS = {"partial_rotary_factor": Inert("these models rotate whole heads",
 
 # The keys that every model type of transformers may carry.
 COMMON: dict[str, Inert] = {
-    **inert("names where the file comes from", "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "transformers_version"),
+    **inert(
+        "names where the file comes from", "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "transformers_version"
+    ),
     **inert("names where the file comes from", "unsloth_version", "unsloth_fixed"),
     **inert("a token of the tokenizer", "bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
     **inert("a token of the tokenizer; no row of the embedding is special here", "pad_token_id"),
