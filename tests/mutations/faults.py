@@ -60,3 +60,38 @@ FAULTS += [
     Fault("embedding-backward-long-run", "embedding.py", "axis=0) == ROWS", "axis=0) > ROWS", _RUNS),
     Fault("embedding-backward-step", "embedding.py", "position += ROWS", "position += ROWS + 1", _RUNS[1:]),
 ]
+
+# ---- hyper-connections ----
+
+
+def _mhc(*forms: str) -> tuple[str, ...]:
+    return tuple(f"test_mhc.py::test_kernels_against_fp64[float32-{form}]" for form in forms)
+
+
+_MHC, _PUBLISHED = _mhc("paper-3", "published-3"), _mhc("published-3")
+_FEW_ITERATIONS = ("test_mhc.py::test_ragged_sizes[13-5-129]",)  # once Sinkhorn has converged, a column's logits can all shift unseen
+_C, _S = "mhc_coefficients_triton.py", "mhc_stream.py"
+_EDGE = "column_mask = columns < hidden_size"
+
+FAULTS += [
+    Fault("mhc-squares-sign", _C, "squares += wide * wide", "squares -= wide * wide", _MHC),
+    Fault("mhc-project-edge", _C, f"{_EDGE}\n        x = ", f"{_EDGE} - 1\n        x = ", _MHC),
+    Fault("mhc-post-factor", _C, "post = 2.0 * tl", "post = 1.0 * tl", _MHC),
+    Fault("mhc-orientation", _C, "into * N + out if IN_OUT else out * N + into", "out * N + into if IN_OUT else into * N + out", _MHC),
+    Fault("mhc-rows-first", _C, "return mix / rows[:, :, None], columns", "return mix / rows[:, None, :], columns", _MHC),
+    Fault("mhc-sinkhorn-eps", _C, "columns + sinkhorn_eps, 0.0", "columns - sinkhorn_eps, 0.0", _PUBLISHED),
+    Fault("mhc-walk-back", _C, "mix = mix * columns[:, None, :]", "mix = mix / columns[:, None, :]", _MHC),
+    Fault("mhc-log-start-sign", _C, "grad = grad - softmax * tl.sum(", "grad = grad + softmax * tl.sum(", _FEW_ITERATIONS),
+    Fault("mhc-eps-start-sign", _C, "grad = softmax * (grad - tl", "grad = softmax * (grad + tl", _PUBLISHED),
+    Fault("mhc-radial-sign", _C, "-rstd * rstd * inner", "rstd * rstd * inner", _MHC),
+    Fault("mhc-project-backward-edge", _C, "row_mask = rows < last", "row_mask = rows < last - 1", _MHC),
+    Fault("mhc-read-sign", _S, "tl.sum(pre * x, axis=0)", "tl.sum(-pre * x, axis=0)", _MHC),
+    Fault("mhc-read-backward-sign", _S, "products += grad *", "products -= grad *", _MHC),
+    Fault("mhc-write-sign", _S, "post * y + tl.sum(row", "post * y - tl.sum(row", _MHC),
+    Fault("mhc-write-edge", _S, f"{_EDGE}\n    streams", f"{_EDGE} - 1\n    streams", _MHC),
+    Fault("mhc-write-backward-edge", _S, f"{_EDGE}\n        mask", f"{_EDGE} - 1\n        mask", _MHC),
+    Fault(
+        "mhc-write-backward-transposed", _S, "(token * N + streams) * N + into, streams", "(token * N + into) * N + streams, streams", _MHC
+    ),
+    Fault("mhc-mix-gradient-transposed", _S, "grad[:, None, :] * x[None, :, :]", "x[:, None, :] * grad[None, :, :]", _MHC),
+]
