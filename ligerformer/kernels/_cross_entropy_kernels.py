@@ -15,6 +15,8 @@ from .dispatch import ran
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e38)  # below any logit, and finite: a block of -inf must not give -inf minus -inf
+# One value a program: how a chunk's part of them is aligned makes no difference, and shall make no further compilation.
+A_VALUE_A_ROW = ["labels", "losses", "lses", "upstream"]
 WHY = "tensors on a device and of a dtype that Triton serves"
 
 
@@ -181,7 +183,7 @@ def _row_pointer(logits, row, inner, outer_rows, row_stride):
     return logits + index * row_stride
 
 
-@triton.jit(do_not_specialize=["inner", "outer_rows", "ignore_index"])
+@triton.jit(do_not_specialize=["inner", "outer_rows", "ignore_index"], do_not_specialize_on_alignment=A_VALUE_A_ROW)
 def _cross_entropy_forward_kernel(
     logits, labels, class_weight, weight_sum, losses, lses, inner, outer_rows, row_stride, num_classes, ignore_index,
     kept_share, class_share, z_loss, logit_scale, softcap, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -201,7 +203,7 @@ def _cross_entropy_forward_kernel(
         tl.store(lses + row, lse)
 
 
-@triton.jit(do_not_specialize=["inner", "outer_rows", "ignore_index", "upstream_stride"])
+@triton.jit(do_not_specialize=["inner", "outer_rows", "ignore_index", "upstream_stride"], do_not_specialize_on_alignment=A_VALUE_A_ROW)
 def _cross_entropy_backward_kernel(
     upstream, logits, labels, class_weight, weight_sum, lses, gradient, inner, outer_rows, row_stride, num_classes, ignore_index,
     upstream_stride, kept_share, class_share, z_loss, softcap, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -219,7 +221,7 @@ def _cross_entropy_backward_kernel(
         _write_zeros(out_ptr, num_classes, BLOCK)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=A_VALUE_A_ROW)
 def _cross_entropy_in_place_kernel(
     logits, labels, class_weight, weight_sum, upstream, losses, row_stride, num_classes, ignore_index,
     kept_share, class_share, z_loss, logit_scale, softcap, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -270,7 +272,7 @@ def _as_rows(logits: Tensor) -> tuple[Tensor, int, int, int]:
         inner, outer_stride, row_stride = logits.shape[1], logits.stride(0), logits.stride(1)
         if row_stride > 0 and outer_stride % row_stride == 0:
             return logits, max(inner, 1), outer_stride // row_stride, row_stride
-    rows = logits.reshape(-1, logits.shape[-1])
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     return rows, max(rows.shape[0], 1), 0, rows.stride(0)
 
 
