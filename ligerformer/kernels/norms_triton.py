@@ -220,17 +220,18 @@ def _rms_norm_wide_dweight_kernel(
 WIDEST_FORWARD = 16384  # columns; wider rows are read twice
 WIDEST_BACKWARD = 8192  # columns: the weight, its gradient and two rows in registers
 TILE = 4096  # elements of a tile of narrow rows
+ELEMENTS_PER_THREAD = 16  # two 16-byte accesses in bf16
 WIDE_ROW = {"BLOCK_COLUMNS": 4096, "num_warps": 16}
 WIDE_DWEIGHT = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024, "num_warps": 8}
 THREADS_PER_SM = 1024  # of backward programs, which walk the rows: what registers allow
 PREFETCH = 48 * 1024  # bytes: a backward program fetches its next tile ahead, into shared memory, if all of it takes no more
 
 
-def _tile(width: int, elements_per_thread: int, device: DeviceInfo) -> dict[str, int]:
+def _tile(width: int, device: DeviceInfo) -> dict[str, int]:
     """Rows a program takes at a time, and its warps."""
     block_columns = triton.next_power_of_2(width)
     block_rows = max(1, TILE // block_columns)
-    threads = min(512, block_rows * block_columns // elements_per_thread)
+    threads = min(512, block_rows * block_columns // ELEMENTS_PER_THREAD)
     return {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": threads // device.warp_size}
 
 
@@ -269,7 +270,7 @@ def launch_forward(
         if width > WIDEST_FORWARD:
             launch(_rms_norm_wide_forward_kernel, (rows,), *tensors, *scalars, **meta, **WIDE_ROW)
         else:
-            tile = _tile(width, 32, device_info(x.device))
+            tile = _tile(width, device_info(x.device))
             launch(_rms_norm_forward_kernel, (triton.cdiv(rows, tile["BLOCK_ROWS"]),), *tensors, rows, *scalars, **meta, **tile)
 
 
@@ -295,7 +296,7 @@ def launch_backward(
     partial = None
     with on_device(x):
         if width <= WIDEST_BACKWARD:
-            tile = _tile(width, 16, device)
+            tile = _tile(width, device)
             fetched = tile["BLOCK_ROWS"] * tile["BLOCK_COLUMNS"] * sum(t.element_size() for t in (dy, dsum, x) if t is not None)
             programs_per_sm = max(1, THREADS_PER_SM // (tile["num_warps"] * device.warp_size))
             programs = min(triton.cdiv(rows, tile["BLOCK_ROWS"]), device.num_sms * programs_per_sm)

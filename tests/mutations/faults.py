@@ -95,3 +95,55 @@ FAULTS += [
     ),
     Fault("mhc-mix-gradient-transposed", _S, "grad[:, None, :] * x[None, :, :]", "x[:, None, :] * grad[None, :, :]", _MHC),
 ]
+
+# ---- norms ----
+
+_NORM = precision("rms_norm", "add_rms_norm-gemma")
+_ADD = precision("add_rms_norm")
+_WIDE = precision("rms_norm-wide")
+_NORMS = "norms_triton.py"
+_WIDE_DX = "products = tl.zeros([BLOCK_COLUMNS], dtype=tl.float32)\n    for start in range(0, WIDTH, BLOCK_COLUMNS):\n"
+_WIDE_DX += "        columns = start + tl.arange(0, BLOCK_COLUMNS)\n        mask = columns < WIDTH"
+
+FAULTS += [
+    Fault("norm-offset-sign", _NORMS, ".to(tl.float32) + offset", ".to(tl.float32) - offset", precision("rms_norm-gemma")),
+    Fault("norm-add-sign", _NORMS, "x += tl.load(residual_ptr", "x -= tl.load(residual_ptr", _ADD),
+    Fault("norm-forward-sign", _NORMS, "y = _apply_weight(x * rstd[", "y = _apply_weight(-x * rstd[", _NORM),
+    Fault("norm-forward-edge", _NORMS, "(columns < WIDTH)\n    at", "(columns < WIDTH - 1)\n    at", _NORM),
+    Fault("norm-wide-forward-sign", _NORMS, "_apply_weight(x * rstd,", "_apply_weight(-x * rstd,", _WIDE),
+    Fault("norm-wide-forward-edge", _NORMS, "squares += x * x", "squares += tl.where(columns < WIDTH - 1, x * x, 0.0)", _WIDE),
+    Fault("norm-backward-sign", _NORMS, "rstd * (dy - normed *", "rstd * (dy + normed *", _NORM),
+    Fault("norm-backward-weight-sign", _NORMS, "dweight += dy * normed", "dweight -= dy * normed", _NORM),
+    Fault("norm-backward-edge", _NORMS, "tl.range(program, tl.cdiv(rows,", "tl.range(program, tl.cdiv(rows - 1,", _NORM),
+    Fault("norm-backward-sum-sign", _NORMS, "dx += tl.load(dsum_ptr + row[", "dx -= tl.load(dsum_ptr + row[", _ADD),
+    Fault("norm-wide-dx-sign", _NORMS, "products += dy *", "products -= dy *", _WIDE),
+    Fault("norm-wide-dx-edge", _NORMS, _WIDE_DX, _WIDE_DX + " - 1", _WIDE),
+    Fault("norm-wide-dweight-sign", _NORMS, "dweight += dy * (x *", "dweight -= dy * (x *", _WIDE),
+    Fault("norm-wide-dweight-edge", _NORMS, "range(split, tl.cdiv(rows,", "range(split, tl.cdiv(rows - 1,", _WIDE),
+]
+
+# ---- rope ----
+
+_ROPE = precision("rope", "rope-partial")
+_ROPE_PARTIAL = precision("rope-partial")
+_QK = precision("qk_norm_rope", "qk_norm_rope-gemma-partial")
+_QK_PARTIAL = precision("qk_norm_rope-gemma-partial")
+_QK_NORM_ROPE = "qk_norm_rope_triton.py"
+
+FAULTS += [
+    Fault("rope-sign", "rope.py", "return first_cos - second_sin,", "return first_cos + second_sin,", _ROPE + _QK),
+    Fault("rope-backward-sign", "rope.py", "sin = -sin", "sin = sin * 1.0", _ROPE),
+    Fault("rope-table-edge", "rope.py", "mask=columns < HALF,", "mask=columns < HALF - 1,", _ROPE + _QK),
+    Fault("rope-column-edge", "rope.py", "mask = exists & (columns < HALF)", "mask = exists & (columns < HALF - 1)", _ROPE),
+    Fault("rope-head-edge", "rope.py", "exists = (heads < HEADS)", "exists = (heads < HEADS - 1)", _ROPE),
+    Fault("rope-rest-edge", "rope.py", "(rest < HEAD_DIM)", "(rest < HEAD_DIM - 1)", _ROPE_PARTIAL),
+    Fault("qk-weigh", _QK_NORM_ROPE, "(normed * scale)", "(normed - scale)", _QK),
+    Fault("qk-forward-edge", _QK_NORM_ROPE, "(columns < HALF)\n        first", "(columns < HALF - 1)\n        first", _QK),
+    Fault("qk-forward-rest-sign", _QK_NORM_ROPE, "squares += tl.sum(passed", "squares -= tl.sum(passed", _QK_PARTIAL),
+    Fault("qk-backward-angle-sign", _QK_NORM_ROPE, "cos, -sin, tl.float32", "cos, sin, tl.float32", _QK),
+    Fault("qk-backward-sign", _QK_NORM_ROPE, "(grad_first - first * mean)", "(grad_first + first * mean)", _QK),
+    Fault("qk-backward-weight-sign", _QK_NORM_ROPE, "dsecond += grad_second", "dsecond -= grad_second", _QK),
+    Fault("qk-backward-edge", _QK_NORM_ROPE, "(columns < HALF)\n        rest_mask", "(columns < HALF - 1)\n        rest_mask", _QK),
+    Fault("qk-backward-rest-sign", _QK_NORM_ROPE, "products += tl.sum(grad_passed", "products -= tl.sum(grad_passed", _QK_PARTIAL),
+    Fault("qk-backward-last-token", _QK_NORM_ROPE, "tl.program_id(0), num_tokens,", "tl.program_id(0), num_tokens - 1,", _QK),
+]
