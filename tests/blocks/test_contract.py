@@ -7,11 +7,17 @@ import pytest
 import tests.blocks.custom  # noqa: F401 (registers its types)
 from ligerformer.configs import registry
 from tests.blocks.contract import CHECKS, around
-from tests.configs.examples import SCALINGS
+from tests.configs.examples import SCALINGS, plain
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 10}
 NORM = {"type": "rms_norm", "eps": 1e-5}
-LONGROPE = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [4.0, 5.0, 6.0, 7.0], "original_max_position_embeddings": 64}
+
+
+def only_post_norms() -> dict[str, Any]:
+    """A model that reads and collapses without a norm."""
+    layer = plain()["layers"]["main"]
+    return {"layers": {"main": layer | {"norm": None, "post_norm": NORM}}, "final_norm": None}
+
 
 BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "embedding": ("embed", {"type": "token_embedding"}, {"tie_embeddings": True}),
@@ -36,7 +42,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "normed heads without rope": ("attention", {"type": "softmax_attention", **HEADS, "qk_norm": NORM}, {}),
+    "normed heads without rope": ("attention", {"type": "softmax_attention", **HEADS, "qk_norm": NORM, "qkv_bias": True}, {}),
     "value residual": ("attention", {"type": "value_residual", "num_heads": 3, "head_dim": 8, "rope": {"theta": 1e4}}, {}),
     "linear attention": ("attention", {"type": "linear_attention", "num_heads": 3, "head_dim": 8}, {}),
     "mlp": ("mlp", {"type": "gated_mlp", "intermediate_size": 40}, {}),
@@ -50,6 +56,8 @@ BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one stream": ("residual", {"type": "mhc", "streams": 1}, {}),
     "delayed read": ("residual", {"type": "delayed_read", "streams": 3}, {}),
     "attention residuals": ("residual", {"type": "attention_residuals"}, {}),
+    "add without norms": ("residual", {"type": "add"}, only_post_norms()),
+    "hyper-connections without norms": ("residual", {"type": "mhc", "streams": 2}, only_post_norms()),
     "head": ("head", {"type": "lm_head"}, {}),
     "head with all": ("head", {"type": "lm_head", "softcap": 5.0, "logit_scale": 0.7, "bias": True}, {"tie_embeddings": True}),
     "head with a bias": ("head", {"type": "lm_head", "bias": True}, {}),

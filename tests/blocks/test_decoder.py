@@ -242,6 +242,7 @@ def test_document_ids_need_no_order(device):
 def test_helpers_of_documents():
     positions = torch.tensor([[0, 1, 0, 1, 2]])
     assert documents_of((2, 5), None, None, positions).tolist() == [[0, 0, 1, 1, 1]] * 2
+    assert documents_of((1, 5), None, None, torch.tensor([[0, 1, 5, 6, 6]])).tolist() == [[0, 0, 1, 1, 2]]  # a jump starts one too
     assert documents_of((1, 5), None, None, None) is None
     assert documents_of((1, 5), None, torch.tensor([[0, 1, 1, 1, 0]]), positions).tolist() == [[-1, 0, 0, 0, -1]]
     assert positions_of(torch.tensor([[-1, -1, 0, 0, 5], [2, 2, 2, 2, 2]])).tolist() == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
