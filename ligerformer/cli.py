@@ -180,8 +180,7 @@ def _generate(args: argparse.Namespace) -> None:
     ids = _encode(tokenizer, prompt, model.config.vocab_size)
     options = {k: getattr(args, k) for k in ("temperature", "top_k", "top_p", "seed")}
     eos = None if model.source is None else model.source.eos_token_id()
-    print(prompt, end="", flush=True)
-    shown = _Stream(tokenizer, ids)
+    shown = _Stream(tokenizer, prompt, ids)
     model.generate(torch.tensor([ids], device=args.device), args.max_new_tokens, eos_token_id=eos, on_token=shown, **options)
     shown.finish()
     if args.explain:
@@ -231,12 +230,14 @@ def _encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
 
 
 class _Stream:
-    """Prints what each new token adds to the text, holding back characters that are still incomplete."""
+    """Prints the prompt, then what each new token adds to the text, holding back characters that are still incomplete."""
 
-    def __init__(self, tokenizer: Any, ids: list[int]) -> None:
-        self.tokenizer, self.ids, self.text = tokenizer, list(ids), tokenizer.decode(ids)
+    def __init__(self, tokenizer: Any, prompt: str, ids: list[int]) -> None:
+        self.tokenizer, self.prompt, self.ids, self.text = tokenizer, prompt, list(ids), tokenizer.decode(ids)
 
     def __call__(self, token: torch.Tensor) -> None:
+        print(self.prompt, end="", flush=True)  # now that nothing refuses the request any more
+        self.prompt = ""
         self.ids.append(int(token[0]))
         text = self.tokenizer.decode(self.ids)
         if not text.endswith("\ufffd"):

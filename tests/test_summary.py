@@ -79,5 +79,5 @@ def test_less_than_one_token_is_refused(options: dict[str, int], message: str) -
 def test_what_is_no_config_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'vocab_size'"):
         ligerformer.summary(plain() | {"vocab_sise": 3})
-    with pytest.raises(ConfigError, match="is 'llama-3.2-1b'; expected a dict"):
+    with pytest.raises(ConfigError, match=r"is 'llama-3\.2-1b'; expected a dict"):
         ligerformer.summary("llama-3.2-1b")
