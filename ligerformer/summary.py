@@ -15,12 +15,15 @@ def summary(model: Decoder | ModelConfig | Mapping[str, Any], *, batch: int = 1,
     """Describe a model, a ModelConfig or a config dict.
 
     FLOPs a token and the memory of an AdamW step (bf16 weights and states) are for ``batch`` x ``seq_len`` tokens; ``seq_len`` defaults to
-    the smaller of max_position_embeddings and 4096. Raises a ConfigError for a dict that is no config.
+    the smaller of max_position_embeddings and 4096. Raises a ConfigError for a dict that is no config, a ValueError for less than one token.
     """
     config = model.config if isinstance(model, Decoder) else model
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
-    length = seq_len or min(config.max_position_embeddings, 4096)
+    length = min(config.max_position_embeddings, 4096) if seq_len is None else seq_len
+    for name, value in (("batch", batch), ("seq_len", length)):
+        if value < 1:
+            raise ValueError(f"summary: {name} is {value}; expected at least 1")
     lines = [
         f"{config.num_params():,} parameters, {config.num_layers} layers of width {config.hidden_size}, vocabulary {config.vocab_size:,}"
         + (", embeddings tied" if config.tie_embeddings else ""),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -37,7 +39,9 @@ class Output(OrderedDict[str, Any]):
 class Decoder(nn.Module):
     """A decoder language model built from a config; parameters start on the meta device (see ``build``)."""
 
-    accepts_loss_kwargs = True  # transformers' Trainer then passes num_items_in_batch and leaves the averaging to us
+    # Read by transformers' Trainer:
+    accepts_loss_kwargs = True  # it then passes num_items_in_batch and leaves the averaging to us
+    loss_type = "ForCausalLM"  # num_items_in_batch then counts labels past the first of each row, as the loss does
     main_input_name = "input_ids"
 
     def __init__(self, config: ModelConfig, *, recompute: Recompute = "none") -> None:
@@ -193,13 +197,41 @@ class Decoder(nn.Module):
         """Continue prompts (B, T) by up to ``max_new_tokens`` tokens; see :func:`ligerformer.generate.generate`."""
         return generate(self, input_ids, max_new_tokens, **options)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """``recompute="layer"``, under transformers' name for it."""
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, *, every_n_layers: int = 1, offload: bool = False
+    ) -> None:
+        """``recompute="layer"``, under transformers' name for it. ``use_reentrant`` may be given and changes no result.
+
+        Raises a ValueError for the options that are not served: only every layer, recomputed whole, its input kept where it is.
+        """
+        asked = dict(activation_checkpointing_kwargs or {}, every_n_layers=every_n_layers, offload=offload)
+        asked.pop("use_reentrant", None)
+        others = {name: value for name, value in asked.items() if (name, value) not in (("every_n_layers", 1), ("offload", False))}
+        if others:
+            raise ValueError(f"activation checkpointing: {others} is not served; expected use_reentrant alone")
         self.recompute = "layer"
 
-    def gradient_checkpointing_disable(self) -> None:
+    def activation_checkpointing_disable(self) -> None:
         """``recompute="none"``, under transformers' name for it."""
         self.recompute = "none"
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+        """``activation_checkpointing_enable``, under its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """``activation_checkpointing_disable``, under its older name."""
+        self.activation_checkpointing_disable()
+
+
+def _shown_to_trainers(signature: inspect.Signature) -> inspect.Signature:
+    """Without ``shift_labels``, which then passes as a further keyword: transformers' Trainer evaluates no batch that lacks a parameter
+    with "label" in its name, and a batch has one kind of labels or the other."""
+    shown = [p for p in signature.parameters.values() if p.name != "shift_labels"]
+    return signature.replace(parameters=[*shown, inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation=Tensor)])
+
+
+Decoder.forward.__signature__ = _shown_to_trainers(inspect.signature(Decoder.forward))
 
 
 @dataclasses.dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import types
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
@@ -218,6 +220,27 @@ class ModelConfig(Config):
     def training_memory(self, batch: int, seq_len: int, **options: Any) -> counting.TrainingMemory:
         """Bytes that a training step takes, by kind, and their peak; the options are those of ``counting.training_memory``."""
         return counting.training_memory(self, batch, seq_len, **options)
+
+    def to_json_string(self) -> str:
+        """``to_dict`` as JSON, by the name that transformers' Trainer and its loggers call."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def get_text_config(self) -> types.SimpleNamespace:
+        """Where transformers' Trainer writes a tokenizer's special tokens. A model config has none: an empty namespace, of no effect."""
+        return types.SimpleNamespace()
+
+
+_set_frozen = ModelConfig.__setattr__
+
+
+def _set(config: ModelConfig, name: str, value: Any) -> None:
+    """Frozen, but that ``use_cache``, which transformers' Trainer sets on the config of whatever it trains, is let pass without an effect:
+    a call has a cache where it is given one."""
+    if name != "use_cache":
+        _set_frozen(config, name, value)
+
+
+ModelConfig.__setattr__ = _set  # type: ignore[method-assign, assignment]
 
 
 def _leads_nowhere(path: str, walked: list[str], key: str, node: Any) -> str:

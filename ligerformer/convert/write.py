@@ -109,6 +109,16 @@ def copy_files(files: Sequence[Path], folder: Path) -> None:
             os.fsync(file.fileno())
 
 
+def target_of(folder: str | os.PathLike[str]) -> Path:
+    """The real path of a folder to save into; a CheckpointError for a file, or the current directory."""
+    target = Path(os.path.realpath(os.path.expanduser(folder)))
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; expected the name of a folder to save into")
+    if target == Path.cwd():
+        raise CheckpointError(f"{target} is the current directory, which cannot be replaced as a whole; save into a folder inside it")
+    return target
+
+
 @contextlib.contextmanager
 def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A new empty folder to write into, which takes the place of ``folder`` when the block ends, and vanishes if it fails.
@@ -117,11 +127,7 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
     brings none), except for the config, weights and index of the model that is replaced. The exchange is two renames: were the machine to
     stop between them, the old folder would stand whole beside its place, as ``.<name>.old-*``.
     """
-    target = Path(os.path.realpath(os.path.expanduser(folder)))
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; expected the name of a folder to save into")
-    if target == Path.cwd():
-        raise CheckpointError(f"{target} is the current directory, which cannot be replaced as a whole; save into a folder inside it")
+    target = target_of(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     tag = secrets.token_hex(4)
     new, old = (target.parent / f".{target.name}.{what}-{tag}" for what in ("new", "old"))
