@@ -24,7 +24,8 @@ def build(
 
     ``config`` is a dict or a ModelConfig; ``device`` and ``dtype`` default to torch's defaults ("meta" allocates nothing). Each parameter is
     drawn from a generator seeded by (``seed``, its name); without a seed, one is drawn from torch's global generator.
-    ``recompute``: "none" keeps all activations, "layer" keeps each layer's input and runs the layer again in the backward.
+    ``recompute``: "none" keeps all activations, "layer" keeps the state before each layer and runs the layer again in the backward,
+    to the same bits.
 
     Raises a ConfigError for a config that cannot be used, a ValueError for another ``recompute``.
     """

@@ -116,7 +116,7 @@ class Decoder(nn.Module):
                 state = self.ends.settle(state)
                 streams.append(self.ends.hidden(state))
             if self.recompute == "layer" and torch.is_grad_enabled() and ctx.cache is None:  # run twice, a layer would fill its cache twice
-                state = self._recomputed(layer, self.ends.settle(state), ctx)
+                state = self._recomputed(layer, state, ctx)  # not settled: the same kernels as without recompute, so the same bits
             else:
                 state = layer(state, ctx)
         hidden = self.ends.collapse(state, self.final_norm)

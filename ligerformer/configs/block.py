@@ -36,6 +36,10 @@ class ResidualConfig(BlockConfig):
     is what reading with a norm keeps (the norm's input and output), per token and site.
     """
 
+    def stream_bytes(self, model: ModelConfig, dtype_bytes: int) -> float:
+        """Bytes per token of the state between two layers: what recomputing layers keeps of each."""
+        return float(dtype_bytes * model.hidden_size)
+
     def ends_num_params(self, model: ModelConfig) -> int:
         """Number of parameters of expand and collapse."""
         return 0

@@ -132,6 +132,9 @@ class GatedMLPConfig(BlockConfig):
 class AddConfig(ResidualConfig):
     """The plain residual stream: x + y."""
 
+    def stream_bytes(self, model: ModelConfig, dtype_bytes: int) -> float:
+        return 2.0 * dtype_bytes * model.hidden_size  # the stream, and the branch output that is yet to be added
+
     def saved_bytes(self, model: ModelConfig, seq_len: int, dtype_bytes: int) -> float:
         return 2.0 * dtype_bytes * model.hidden_size + 4  # the stream, its normed form, rstd
 
@@ -156,6 +159,9 @@ class MHCConfig(ResidualConfig):
     def flops(self, model: ModelConfig, seq_len: int) -> float:
         n = self.streams
         return 2.0 * n * model.hidden_size * (n * n + 2 * n)
+
+    def stream_bytes(self, model: ModelConfig, dtype_bytes: int) -> float:
+        return float(dtype_bytes * self.streams * model.hidden_size)
 
     def saved_bytes(self, model: ModelConfig, seq_len: int, dtype_bytes: int) -> float:
         n = self.streams

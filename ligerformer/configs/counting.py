@@ -93,7 +93,7 @@ def training_memory(
     width = dtype_bytes * model.hidden_size
     per_layer = [_layer_saved_bytes(model, model.layer(i), seq_len, dtype_bytes) for i in range(model.num_layers)]
     if recompute == "layer":
-        activations = tokens * (width * model.num_layers + max(per_layer))
+        activations = tokens * (model.residual.stream_bytes(model, dtype_bytes) * model.num_layers + max(per_layer))
     else:
         activations = tokens * sum(per_layer)
     activations += tokens * (2 * width + 8)  # the last stream, its normed form; ids and labels

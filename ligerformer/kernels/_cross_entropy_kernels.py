@@ -1,7 +1,7 @@
 """The Triton kernels of cross-entropy, shared by ``cross_entropy`` and ``linear_cross_entropy``. See cross_entropy.py for the formula.
 
 One program a token. It walks the row in blocks of columns: once for the statistics, once more for the gradient. Exponentials are
-base 2, with log2(e) folded into one multiply-add in the statistics; all arithmetic is fp32.
+base 2, of differences times log2(e); all arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _accumulate(
     if MASKED:
         z = tl.where(mask, z, float("-inf"))
     raised = tl.maximum(maximum, tl.max(z, 0))
-    total = total * tl.exp2((maximum - raised) * LOG2E) + tl.exp2(z * LOG2E - raised * LOG2E)
+    # The difference first: z * LOG2E - raised * LOG2E becomes one fused multiply-add, in which z = raised does not give 0.
+    total = total * tl.exp2((maximum - raised) * LOG2E) + tl.exp2((z - raised) * LOG2E)
     return raised, total, weighted
 
 

@@ -337,6 +337,7 @@ def launch_forward(
     scalars = (q.shape[1], *strides, *q.stride()[:3], *k.stride()[:3], eps, offset)
     layout = head_layout(q, k, cos.shape[2])
     meta = {"ALIGNED": is_aligned(layout["HEAD_DIM"], layout["HALF"], q, k), "ROUND_FIRST": round_first}
+    meta["enable_fp_fusion"] = False  # products in half precision round before they are added, as in the sequence of both ops
     with on_device(q):
         launch(_qk_norm_rope_forward_kernel, (q.shape[0] * q.shape[1],), *tensors, *scalars, **layout, **meta)
 

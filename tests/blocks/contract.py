@@ -79,7 +79,7 @@ def loss_by_hand(model: Decoder, ids: Tensor, *, use_reentrant: bool | None) -> 
     ctx = Context(torch.arange(ids.shape[1], device=ids.device).unsqueeze(0))
     state = model.ends.expand(model.embed(ids))
     for layer in model.layers:
-        tensors, structure = model.ends.settle(state).flatten()
+        tensors, structure = state.flatten()
         after = []
 
         def run(*tensors: Tensor, layer: Any = layer, structure: Any = structure, after: list[Any] = after) -> tuple[Tensor, ...]:

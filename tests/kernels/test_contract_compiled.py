@@ -107,7 +107,7 @@ def test_compiled_equals_eager(case: Case, backend: str, device: str) -> None:
     graphs: list[Any] = []
     got = compiled(case, graphs, backend)(inputs)
     assert len(graphs) == 1
-    if backend == "aot_eager":
+    if backend == "aot_eager" and case.op != "linear_cross_entropy":  # its products are cuBLAS's, which may choose by addresses
         assert_same_bits(got, run(case.op, inputs, "triton"), f"{case}: compiled and eager")
     assert_near(case, got, oracle(case.op, inputs), DTYPE)
 

@@ -268,7 +268,7 @@ def test_fp16_gradients_neither_vanish_nor_overflow(device):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiled_without_a_break(mode, reduction):
+def test_compiled_without_a_break(mode, reduction, device):
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
 
@@ -278,8 +278,8 @@ def test_compiled_without_a_break(mode, reduction):
     compiled = torch.compile(loss_of, fullgraph=True, backend=counter)
     with kernels.use(mode):
         for rows in (6, 9, 4, 13):
-            hidden, weight, _, labels, _ = draw(rows)
-            losses = [function(hidden, weight, labels, torch.tensor(rows)) for function in (loss_of, compiled)]
+            hidden, weight, _, labels, _ = draw(rows, device=device)
+            losses = [function(hidden, weight, labels, torch.tensor(rows, device=device)) for function in (loss_of, compiled)]
             eager, graph = ([loss, *torch.autograd.grad(loss.sum(), (hidden, weight))] for loss in losses)
             for a, b in zip(graph, eager, strict=True):
                 close(a, b.double(), 4)

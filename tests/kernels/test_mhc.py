@@ -68,7 +68,8 @@ def test_kernels_against_fp64(n: int, form: str, device: str, triton_dtype: torc
     near(out, expected, 8)
     for name, a, b in zip(("x", "phi", "bias", "alpha", "y_scale"), grads, expected_grads, strict=True):
         assert a.dtype == dict(zip(("x", "phi", "bias", "alpha", "y_scale"), inputs, strict=True))[name].dtype
-        near(a.to(triton_dtype), b, 8)
+        # what comes back through Sinkhorn has passed 4 divisions an iteration, each good to 2 ulps on a GPU: 16, as in the contract's table
+        near(a.to(triton_dtype), b, 8 if name in ("x", "y_scale") else 16)
 
 
 @pytest.mark.parametrize("mode", MODES)
