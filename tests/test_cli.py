@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ligerformer
-from ligerformer import cli
+from ligerformer import cli, progress
 from ligerformer.convert.hub import errors
 from tests.configs.examples import plain
 from tests.convert.hf_models import hf_model
@@ -333,6 +333,30 @@ def test_what_stops_a_command(
     monkeypatch.setattr(cli, "summary", fail)
     assert cli.main(["summary", "llama-3.2-1b"]) == code
     assert capsys.readouterr().err == says
+
+
+def test_loading_and_saving_show_bars(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LOG_EVERY", 0.0)
+    code = cli.main(["convert", str(llama), str(tmp_path / "native")])
+    out, err = capsys.readouterr()
+    assert code == 0 and f"loading {llama.name} ####" in err and "saving ####" in err and "####" not in out
+
+
+def test_an_interrupted_conversion_leaves_the_old_folder_whole(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ligerformer.convert.write._write_file", interrupted)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/kept").touch()
+    for target in ("old", "new"):
+        assert cli.main(["convert", str(llama), str(tmp_path / target)]) == 130
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["old", "old/kept"]
+    assert capsys.readouterr().err == "\n\n"
 
 
 def test_too_many_tokens_for_the_memory_is_a_refusal(

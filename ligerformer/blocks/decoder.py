@@ -215,9 +215,9 @@ class Decoder(nn.Module):
         """``recompute="none"``, under transformers' name for it."""
         self.recompute = "none"
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
         """``activation_checkpointing_enable``, under its older name."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
         """``activation_checkpointing_disable``, under its older name."""

@@ -230,13 +230,14 @@ class ModelConfig(Config):
         return types.SimpleNamespace()
 
 
+TRAINERS_KEYS = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
 _set_frozen = ModelConfig.__setattr__
 
 
 def _set(config: ModelConfig, name: str, value: Any) -> None:
-    """Frozen, but that ``use_cache``, which transformers' Trainer sets on the config of whatever it trains, is let pass without an effect:
-    a call has a cache where it is given one."""
-    if name != "use_cache":
+    """Frozen, but that transformers' Trainer may set what it sets on the config of whatever it trains, without an effect: a call has a
+    cache where it is given one, and special tokens are the tokenizer's."""
+    if name not in TRAINERS_KEYS:
         _set_frozen(config, name, value)
 
 

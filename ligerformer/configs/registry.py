@@ -79,7 +79,7 @@ def register(slot: str, type_: str) -> Callable[[T], T]:
     def add(cls: T) -> T:
         types(slot)
         own = getattr(cls, "Config", None)
-        if not isinstance(own, type):
+        if not isinstance(own, type) or "__dataclass_params__" not in vars(own):  # undecorated, it would inherit its base's fields alone
             raise TypeError(f"{cls.__name__} has no config class; expected a frozen dataclass in the attribute 'Config'")
         config(slot, type_)(own)
         _blocks[slot, type_] = cls

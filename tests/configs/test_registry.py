@@ -93,3 +93,12 @@ def test_a_block_without_a_config_is_refused():
             pass
 
     assert "bare" not in registry.types("attention")
+
+
+def test_a_config_without_its_decorator_is_refused():
+    with pytest.raises(TypeError, match="Bare has no config class; expected a frozen dataclass"):
+
+        @register("attention", "bare")
+        class Bare:
+            class Config(BlockConfig):
+                width: int
