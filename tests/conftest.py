@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from ligerformer.kernels import OPS, dispatch
 
 GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 FORBID_REFERENCE = os.environ.get("LIGERFORMER_FORBID_REFERENCE", "0") == "1"
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ligerformer import kernels
 from ligerformer.kernels import _triton
 
-from ..conftest import GPU
+from ..conftest import GPU, needs_gpu
 from .cases import CASES, Case
 from .harness import Inputs, Result, arriving, assert_near, assert_same_bits, call, draw, grown, incoming, leaves, oracle, run
 
@@ -28,7 +28,6 @@ ROWS = (2, 15, 16, 17, 4095, 4096, 4097) if GPU else (2, 3, 7, 8)
 KERNEL_COMPILES = 3  # heuristic buckets over all row counts
 
 each_case = pytest.mark.parametrize("case", WALKED, ids=str)
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
