@@ -25,6 +25,7 @@ from ligerformer.convert.families import model_types
 from ligerformer.convert.hub import errors
 from ligerformer.kernels import dispatch
 from tests.configs.examples import plain
+from tests.convert.hf_models import hf_model
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -154,6 +155,15 @@ def test_the_readme_names_what_is_supported() -> None:
     assert {word.strip() for word in types.split(",")} == set(model_types())
     ropes = row("RoPE")[1].split(";")[0]
     assert {word.strip() for word in ropes.split(",")} == {"default", *registry.types("rope_scaling")}
+
+
+def test_the_override_that_widens_a_published_model_keeps_its_logits(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path)
+    overrides = next(word for word in words(ROOT / "docs/converting.md") if "streams" in word)
+    wide = eval(f"ligerformer.from_hf(folder, {overrides})", {"ligerformer": ligerformer, "folder": tmp_path})
+    ids = torch.arange(18).view(2, 9)
+    torch.testing.assert_close(wide(ids).logits, ligerformer.from_hf(tmp_path)(ids).logits, rtol=1e-5, atol=1e-5)
+    assert wide.load_report.initialized and wide.config.residual.streams == 4
 
 
 # ---- errors ----

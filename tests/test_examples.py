@@ -29,7 +29,13 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 def test_quickstart_runs(quickstart: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     quickstart.main()
     printed = capsys.readouterr().out
-    for part in ("held-out loss: ", " nats/byte", "Hugging Face format, opened again: logits bit-identical", "what ran, and why", "attention"):
+    for part in (
+        "held-out loss: ",
+        " nats/byte",
+        "Hugging Face format, opened again: logits bit-identical",
+        "what ran, and why",
+        "attention",
+    ):
         assert part in printed
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "model" / "config.json").exists()

@@ -69,7 +69,10 @@ def test_examples_hold_every_class_and_every_field():
                 met.setdefault("rope", set()).update(value)
     for slot in registry.slots():
         for type_ in registry.types(slot):
-            missing = {f.name for f in dataclasses.fields(registry.config_class(slot, type_))} - met[type_]
+            config = registry.config_class(slot, type_)
+            if not config.__module__.startswith("ligerformer."):
+                continue  # of another test's blocks
+            missing = {f.name for f in dataclasses.fields(config)} - met[type_]
             assert not missing, (slot, type_, missing)
     assert met["rope"] == {"theta", "partial_rotary_factor", "scaling"}
 
