@@ -52,8 +52,11 @@ def allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -
                 f"buffer {sorted(lost)[0]!r} of {module_name or 'the model'} ({type(module).__name__}) would lose its values: "
                 f"models are built on the meta device; return it from fixed() of a FixedBuffers, or make it persistent with an initial value"
             )
-    model.to(dtype)  # on the meta device this moves nothing
-    return model.to_empty(device=device)
+
+    def empty(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device=device)
+
+    return model._apply(empty)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ class FusedLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         else:
             for name, rows in parts.items():
-                self.add_module(name, nn.Linear(in_features, rows, bias=bias))
+                self.add_module(name, Linear(in_features, rows, bias=bias, std=std))
 
     def initial_values(self) -> dict[str, Fill]:
         return {"weight": normal(self.std), "bias": constant(0.0)}
@@ -60,6 +60,9 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.std = std
+
+    def reset_parameters(self) -> None:
+        """Nothing: ``initialize`` fills what ``initial_values`` declares, once there is storage."""
 
     def initial_values(self) -> dict[str, Fill]:
         return {"weight": normal(self.std), "bias": constant(0.0)}

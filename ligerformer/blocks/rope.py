@@ -6,6 +6,7 @@ length of the call (dynamic, longrope) do so on the device, by the call's larges
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from ..configs import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling, registry
 from ..configs.registry import block
-from ..configs.schema import Config
 from .fixed import FixedBuffers
 
 Frequencies = tuple[Tensor, Tensor, float]  # inverse frequencies (R/2,) inside and past the original context; a factor on cos and sin
@@ -94,6 +94,16 @@ def _dynamic(scaling: DynamicScaling, theta: float, dim: int) -> Frequencies:
     return frequencies, frequencies, 1.0
 
 
+@functools.lru_cache(maxsize=64)
+def _frequencies(config: RopeConfig, dim: int) -> Frequencies:
+    """The frequencies of a rope, on the CPU; the same for every layer that has it."""
+    with torch.device("cpu"):
+        if config.scaling is None:
+            plain = _plain(config.theta, dim)
+            return plain, plain, 1.0
+        return registry.block_class(config.scaling.slot, config.scaling.type)(config.scaling, config.theta, dim)
+
+
 class Rope(FixedBuffers):
     """Tables of one rope config for heads of ``head_dim``: ``forward(positions)`` gives fp32 cos and sin, scaling folded in.
 
@@ -103,21 +113,13 @@ class Rope(FixedBuffers):
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         super().__init__()
         self.config, self.dim = config, config.rotary_dim(head_dim)
-        self.key: tuple[Config, int] = (config, self.dim)
-        with torch.device("cpu"):
-            self.factor = self._frequencies()[2]
+        self.key: tuple[RopeConfig, int] = (config, self.dim)
+        self.factor = _frequencies(*self.key)[2]
         self.register_fixed()
 
     def fixed(self) -> dict[str, Tensor]:
-        inside, past, _ = self._frequencies()
+        inside, past, _ = _frequencies(*self.key)
         return {"inv_freq": inside, "inv_freq_long": past}
-
-    def _frequencies(self) -> Frequencies:
-        scaling = self.config.scaling
-        if scaling is None:
-            plain = _plain(self.config.theta, self.dim)
-            return plain, plain, 1.0
-        return registry.block_class(scaling.slot, scaling.type)(scaling, self.config.theta, self.dim)
 
     @torch.no_grad()
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:  # (1 or B, T) -> (1 or B, T, R/2) twice
