@@ -88,6 +88,12 @@ GRID: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "window": (37, 37, 2, 1, {"window": 5}),
     "wide window": (56, 56, 1, 1, {"window": 38}),  # with tiles that are seen whole between two edges
     "window of one": (9, 9, 2, 1, {"window": 1}),
+    # windows and slots that end on a tile's edge (of 16), where one key more or less is a whole tile of them
+    "window of two": (21, 21, 2, 1, {"window": 2}),
+    "window of two tiles less one": (48, 48, 1, 1, {"window": 31}),
+    "window short of one": (9, 9, 2, 1, {"window": 8}),
+    "cached, a key short of a tile": (20, 34, 2, 1, {"query_start": 14}),
+    "cached, a key past a tile": (20, 37, 2, 1, {"query_start": 17}),
     "softcap": (21, 21, 2, 1, {"softcap": 1.5}),
     "scale": (9, 9, 2, 1, {"scale": 0.7}),
     "sinks": (21, 21, 4, 2, {"sinks": True}),

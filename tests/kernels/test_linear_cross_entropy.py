@@ -266,6 +266,14 @@ def test_fp16_gradients_neither_vanish_nor_overflow(device):
         close(a, b, 6)
 
 
+def test_large_gradients_are_scaled(device):
+    """The weight's gradient is more than one block of the kernel that multiplies it by the gradient of the loss."""
+    hidden, weight, _, labels, _ = draw(3, hidden_size=80, device=device)
+    expected = oracle(hidden, weight, labels)
+    for a, b in zip(run("triton", hidden, weight, labels), expected, strict=True):
+        close(a, b, 16)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_without_a_break(mode, reduction, device):
