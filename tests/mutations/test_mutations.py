@@ -1,8 +1,8 @@
 """Each planted fault turns its tests red, by a wrong number and not by a crash: the tests of the kernels and of the model can fail.
 
 A fault is planted in a copy of the package, and the tests named beside it are run there in a process of their own, forked from one
-that has imported torch and Triton (see forks.py): without a GPU in Triton's interpreter, which runs what is no valid Triton code too,
-so test_planted_kernels_compile.py compiles the faulty kernels besides.
+that has imported torch and Triton (see forks.py). Kernels run in Triton's interpreter, on a machine with a GPU too. It also runs what
+is no valid Triton code, so test_planted_kernels_compile.py compiles the faulty kernels besides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("ligerformer", "tests")
-NOT_COPIED = shutil.ignore_patterns("data")
 WRONG_NUMBER = {"AssertionError"}
 SECONDS = 300  # limit for the tests of one fault
 
@@ -45,7 +44,9 @@ class Forks:
     """forks.py as a running process."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        interpreter = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "LIGERFORMER_FORBID_REFERENCE": "0"}
+        environment = os.environ | threads | interpreter
         command = [sys.executable, str(Path(__file__).parent / "forks.py")]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -71,7 +72,7 @@ def forks() -> Iterator[Forks]:
 def plant(fault: Fault, folder: Path) -> None:
     """A copy of the package and of its tests in ``folder``, with the fault in it; what is compiled of the other files comes along."""
     for part in COPIED:
-        shutil.copytree(ROOT / part, folder / part, ignore=NOT_COPIED)
+        shutil.copytree(ROOT / part, folder / part)
     shutil.copy(ROOT / "pyproject.toml", folder)
     planted = folder / "ligerformer" / fault.file
     for stale in (planted.parent / "__pycache__").glob(f"{planted.stem}.*.pyc"):
