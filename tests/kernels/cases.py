@@ -207,11 +207,13 @@ def _glu_cases(op: str, label: str, activation: Callable[[Tensor], Tensor], **op
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate) * up
 
+    ulps = 8.0 if label == "tanh" else 4.0  # torch's vectorised tanh on the CPU errs by an ulp or two, times inputs of up to 4
     return [
         Case(
             op,
             _glu_pair(67, **options),
             label,
+            ulps=ulps,
             wrong=tuple(wrong),
             eager=lambda gate, up, **options: activation(gate) * up,
             large=_glu_pair(14336, **options),
@@ -220,6 +222,7 @@ def _glu_cases(op: str, label: str, activation: Callable[[Tensor], Tensor], **op
             op + "_packed",
             _glu_packed(67, **options),
             label,
+            ulps=ulps,
             wrong=tuple(wrong_packed),
             eager=eager_packed,
             large=_glu_packed(14336, **options),
@@ -531,7 +534,7 @@ CASES += [
     Case(
         "mhc_pre",
         _mhc_coefficients(4, 133, groups=1, phi_wide=True),
-        ulps=16.0,
+        ulps=24.0,  # alpha's gradient is one sum of signed terms, of which random incoming gradients cancel a part
         inside=True,
         wrong=_MHC_WRONG,
         large=_mhc_coefficients(4, 4096, groups=1, phi_wide=True),
