@@ -253,3 +253,14 @@ def test_every_error_class_of_the_page_is_what_it_says() -> None:
     assert issubclass(ligerformer.CannotExpress, configs.ConfigError)
     codes = re.search(r"is (\d+) where .*, (\d+) for .*, (\d+) where", page).groups()
     assert [int(code) for code in codes] == [cli.DONE, cli.REFUSED, cli.INTERRUPTED]
+
+
+def test_measured_figures_are_those_of_the_results() -> None:
+    """Every row of the README's table of training steps stands in a results file, to the digits shown."""
+    sides = {"ours": "ours", "transformers": "hf", "transformers + Liger-Kernel": "liger"}
+    rows = re.findall(r"^\| (\d+x\d+) \| (.+?) \| ([\d,]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert len(rows) == 5
+    for size, side, tokens_per_s, peak in rows:
+        (path,) = (ROOT / "benchmarks" / "results").glob(f"*-llama-3.2-1b-{size}.json")
+        measured = json.loads(path.read_text())["rows"][sides[side]]
+        assert tokens_per_s == f"{measured['tokens_per_s']:,.0f}" and peak == f"{measured['peak_gib']:.2f}"
