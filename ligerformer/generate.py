@@ -34,6 +34,7 @@ def generate(
     Raises a ValueError for options out of range, padding on the right, or a prompt that is all padding.
     """
     _check(max_new_tokens, temperature, top_k, top_p)
+    _check_prompt(input_ids, model.config.vocab_size)
     _check_mask(input_ids, attention_mask)
     generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
     ends = _as_tensor(eos_token_id, input_ids.device)
@@ -91,6 +92,15 @@ def _check(max_new_tokens: int, temperature: float, top_k: int | None, top_p: fl
     ):
         if not good:
             raise ValueError(f"generate: {name} is {value!r}; expected {expected}")
+
+
+def _check_prompt(input_ids: Tensor, vocab_size: int) -> None:
+    """One look at the prompt's values: on a GPU a call would answer an id out of range with NaN, out of which no token can be chosen."""
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(f"generate: input_ids: shape is {tuple(input_ids.shape)}; expected (batch, tokens), both at least 1")
+    least, most = (int(x) for x in input_ids.aminmax())
+    if least < 0 or most >= vocab_size:
+        raise IndexError(f"generate: input_ids holds {least if least < 0 else most}; expected token ids in [0, {vocab_size})")
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor | None) -> None:

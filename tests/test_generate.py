@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +155,7 @@ class Fixed:
 
     def __init__(self, logits: list[float]) -> None:
         self.row = torch.tensor(logits)
+        self.config = SimpleNamespace(vocab_size=len(logits))
 
     def __call__(self, ids: Tensor, **options: object) -> object:
         return type("Output", (), {"logits": self.row.expand(ids.shape[0], 1, -1)})
@@ -252,3 +255,12 @@ def test_generation_keeps_no_graph_and_changes_no_input(device):
         text = model.generate(prompt, 3)
     assert torch.equal(prompt, before) and not text.requires_grad
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("wrong", [-1, 97])
+def test_a_prompt_with_an_unknown_token_is_refused(wrong, device):
+    """Looked at once: on a GPU the call itself would answer with NaN, out of which no token can be chosen."""
+    model, prompt = made(plain(), device), tokens(2, 7, device=device)
+    prompt[1, 3] = wrong
+    with pytest.raises(IndexError, match=f"input_ids holds {wrong}; expected token ids in \\[0, 97\\)"):
+        model.generate(prompt, 3)

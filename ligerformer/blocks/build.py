@@ -29,6 +29,8 @@ def build(
 
     Raises a ConfigError for a config that cannot be used, a ValueError for another ``recompute``.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"build: dtype is {dtype!r}; expected a torch.dtype, such as torch.bfloat16")
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
     model = Decoder(config, recompute=recompute)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..configs import ModelConfig, registry
 from ..generate import generate
+from ..kernels import dispatch
 from .cache import Cache
 from .layer import Layer, make
 from .state import AUX_LOSS, Context, State, documents_of, positions_of, shifted_labels
@@ -47,7 +49,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, recompute: Recompute = "none") -> None:
         super().__init__()
         self.config = config
-        self.recompute = _checked(recompute)
+        self.recompute = recompute
         self.source: Any = None  # what conversion keeps for the way back
         self.load_report: Any = None
         with torch.device("meta"):
@@ -66,6 +68,15 @@ class Decoder(nn.Module):
             if hasattr(module, "cache_spec"):
                 module.path = path
 
+    @property
+    def recompute(self) -> Recompute:
+        """What the backward makes again: "none", or "layer". May be set; a ValueError for anything else."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: Recompute) -> None:
+        self._recompute = _checked(value)
+
     def forward(
         self,
         input_ids: Tensor,  # (B, T) int64
@@ -83,7 +94,7 @@ class Decoder(nn.Module):
     ) -> Output:
         """Run the model on token ids.
 
-        With ``labels`` (shifted here by one, within documents) or ``shift_labels`` (taken as they are; -100 is ignored) the result has
+        With ``labels`` (shifted here by one, within documents) or ``shift_labels`` (taken as they are, also beside labels; -100 is ignored) the result has
         ``.loss``, an fp32 scalar: the mean over the labels that count, or their sum over ``num_items_in_batch``, plus the branches'
         auxiliary losses; logits are then made only if ``return_logits``. Without labels it has ``.logits`` (B, T, V), of the last
         ``logits_to_keep`` tokens (an int, or the indices as a tensor) where given. ``return_hidden_states`` adds ``.hidden_states``: the
@@ -91,10 +102,15 @@ class Decoder(nn.Module):
 
         Raises a ValueError for an empty batch, tensors on the wrong device, or shapes that do not fit together.
         """
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(
+                f"logits_to_keep: is {logits_to_keep}; expected 0 (all), the number of last tokens, or their indices as a tensor"
+            )
         self._check_inputs(input_ids, cache, attention_mask, position_ids)
         self._check_per_token(input_ids, labels=labels, shift_labels=shift_labels, document_ids=document_ids)
+        embedded = self.embed(input_ids)  # before the cache hears of the call: a token id out of range leaves it as it was
         ctx = self._context(input_ids, attention_mask, position_ids, document_ids, cache)
-        h, hidden = self._hidden(input_ids, ctx, return_hidden_states)
+        h, hidden = self._hidden(embedded, ctx, return_hidden_states)
         output = Output()
         if labels is not None or shift_labels is not None:
             targets = shift_labels if shift_labels is not None else shifted_labels(labels, ctx.document_ids)
@@ -107,9 +123,9 @@ class Decoder(nn.Module):
             output["hidden_states"] = hidden
         return output
 
-    def _hidden(self, input_ids: Tensor, ctx: Context, keep: bool) -> tuple[_Final, tuple[Tensor, ...] | None]:
+    def _hidden(self, embedded: Tensor, ctx: Context, keep: bool) -> tuple[_Final, tuple[Tensor, ...] | None]:
         """The normed output (B, T, C) with the shared tensors, and on demand the stream before each layer."""
-        state = self.ends.expand(self.embed(input_ids))
+        state = self.ends.expand(embedded)
         streams = []
         for layer in self.layers:
             if keep:
@@ -124,12 +140,16 @@ class Decoder(nn.Module):
 
     @staticmethod
     def _recomputed(layer: nn.Module, state: State, ctx: Context) -> State:
-        """One layer, its activations recomputed in the backward; every tensor of the state passes as an argument."""
+        """One layer, its activations recomputed in the backward on the implementations that the forward ran on.
+
+        Every tensor of the state passes as an argument.
+        """
         tensors, structure = state.flatten()
-        after = []
+        after, mode = [], dispatch.mode()
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            tensors, after_structure = layer(structure.restore(tensors), ctx).flatten()
+            with contextlib.nullcontext() if dispatch.mode() == mode else dispatch.use(mode):
+                tensors, after_structure = layer(structure.restore(tensors), ctx).flatten()
             after.append(after_structure)
             return tensors
 
@@ -166,7 +186,7 @@ class Decoder(nn.Module):
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError(f"input_ids: shape is {tuple(input_ids.shape)}; expected (batch, tokens), both at least 1")
         batch, new = input_ids.shape
-        device = self.embed.weight.device
+        device = next(self.parameters()).device
         if input_ids.device != device:
             raise ValueError(f"input_ids is on {input_ids.device} and the model on {device}; move one of them")
         if cache is not None and cache.batch != batch:
@@ -189,13 +209,38 @@ class Decoder(nn.Module):
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty key-value cache for ``batch`` rows of up to ``capacity`` tokens, in the weights' dtype unless another is given."""
-        weight = self.embed.weight
+        weight = next(self.parameters())
         specs = {m.path: m.cache_spec(batch, capacity, dtype or weight.dtype) for m in self.modules() if hasattr(m, "cache_spec")}
         return Cache(specs, batch, capacity, weight.device)
 
-    def generate(self, input_ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """Continue prompts (B, T) by up to ``max_new_tokens`` tokens; see :func:`ligerformer.generate.generate`."""
-        return generate(self, input_ids, max_new_tokens, **options)
+    def generate(
+        self,
+        input_ids: Tensor,  # (B, T) int64
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Collection[int] | None = None,
+        seed: int | None = None,
+        *,
+        attention_mask: Tensor | None = None,  # (B, T)
+        use_cache: bool = True,
+        on_token: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Continue prompts by up to ``max_new_tokens`` tokens, (B, T + new); see :func:`ligerformer.generate.generate`."""
+        return generate(
+            self,
+            input_ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            seed=seed,
+            attention_mask=attention_mask,
+            use_cache=use_cache,
+            on_token=on_token,
+        )
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, *, every_n_layers: int = 1, offload: bool = False
@@ -248,8 +293,6 @@ def _checked(recompute: str) -> Recompute:
 
 def _kept(h: Tensor, logits_to_keep: int | Tensor | None) -> Tensor:
     """The rows of h (B, T, C) whose logits are wanted."""
-    if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-        raise ValueError(f"logits_to_keep: is {logits_to_keep}; expected 0 (all), the number of last tokens, or their indices as a tensor")
     if logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0):
         return h
     return h[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else h[:, logits_to_keep]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
 from ..configs import LMHeadConfig, ModelConfig
@@ -54,11 +53,6 @@ class Head(nn.Module):
             h, self.weight, labels, bias=self.bias, logit_scale=self.logit_scale, softcap=self.softcap, **options
         )
 
-    @staticmethod
-    def wrap(module: nn.Module, *, softcap: float | None = None, logit_scale: float | None = None) -> Head:
-        """The same interface over a foreign ``lm_head`` (a linear module, possibly adapted or sharded), entered through its own forward."""
-        return WrappedHead(module, softcap=softcap, logit_scale=logit_scale)
-
 
 @block(LMHeadConfig)
 class LMHead(Head):
@@ -84,41 +78,3 @@ class LMHead(Head):
 
     def initial_values(self) -> dict[str, Fill]:
         return {"weight": normal(self.std), "bias": constant(0.0)}
-
-
-class WrappedHead(Head):
-    """A foreign head. Its product goes through the module, where hooks fire, a chunk of rows at a time."""
-
-    def __init__(self, module: nn.Module, *, softcap: float | None = None, logit_scale: float | None = None) -> None:
-        super().__init__()
-        self.module, self.softcap, self.logit_scale = module, softcap, 1.0 if logit_scale is None else logit_scale
-        self.chunk_bytes = 2**30
-
-    @property
-    def weight(self) -> Tensor:
-        """(V, C), the wrapped module's own."""
-        return self.module.weight
-
-    def logits(self, h: Tensor) -> Tensor:
-        logits = self.module(h)
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-    def loss(
-        self, h: Tensor, labels: Tensor, *, num_items: float | Tensor | None = None, ignore_index: int = -100, **options: Any
-    ) -> Tensor:
-        """As ``Head.loss``; a chunk's logits live until its loss is known, and are made again in the backward (four products in all)."""
-        rows, labels = h.reshape(-1, h.shape[-1]), labels.reshape(-1)
-        kept = (labels != ignore_index).sum()
-        divisor = kept.clamp(min=1) if num_items is None else num_items
-
-        def chunk_loss(part: Tensor, targets: Tensor) -> Tensor:
-            return kernels.cross_entropy(self.logits(part), targets, ignore_index=ignore_index, reduction="sum", **options)
-
-        size = max(1, self.chunk_bytes // (self.module.weight.shape[0] * rows.element_size()))
-        losses = [
-            checkpoint(chunk_loss, part, targets, use_reentrant=False)
-            for part, targets in zip(rows.split(size), labels.split(size), strict=True)
-        ]
-        return torch.stack(losses).sum() / divisor

@@ -8,7 +8,8 @@
 | attention sinks | 0 |
 | what a residual or a block of your own adds | what its ``initial_values()`` says |
 
-Each parameter is drawn from a generator seeded by (seed, its name): adding a block moves no other's start.
+Each parameter is drawn, in fp32, from a generator of its device seeded by (seed, its name): adding a block moves no other's start, and every
+dtype starts from the same numbers (a GPU and the CPU from different ones).
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _fill(parameter: Tensor, fill: Fill, seed: int) -> None:
     if parameter.is_meta:
         return
     generator = torch.Generator(parameter.device).manual_seed(seed)
-    if parameter.dtype in (torch.float32, torch.float64):
+    if parameter.dtype == torch.float32:
         fill(parameter.data, generator)
     else:  # drawn in fp32 and rounded once, so that every dtype starts from the same numbers
         wide = torch.empty_like(parameter, dtype=torch.float32)

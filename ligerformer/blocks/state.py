@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .cache import Cache
     from .rope import Rope
 
+PADDING = -1  # the document id of padding
 AUX_LOSS = "aux_loss"  # reserved name in State.shared: a scalar that the decoder adds to the loss; branches' contributions are summed
 
 
@@ -74,7 +75,7 @@ def documents_of(
     """Document ids (B, T) of a call, or None where every row is one document.
 
     Padding (0 in ``attention_mask`` (B, T)) is a document of its own, -1. Without ids and mask, ``position_ids`` (B, T) that do not go up by
-    one start a new document. Document ids are compared for equality alone.
+    one start a new document. Document ids are compared for equality alone; the tokens of a document lie side by side.
     """
     if document_ids is None and attention_mask is None:
         if position_ids is None:
@@ -84,15 +85,22 @@ def documents_of(
     if attention_mask is None:
         return document_ids
     inside = torch.zeros_like(attention_mask, dtype=torch.int64) if document_ids is None else document_ids
-    return torch.where(attention_mask.bool(), inside, -1)
+    return torch.where(attention_mask.bool(), inside, PADDING)
 
 
 def positions_of(document_ids: Tensor) -> Tensor:
-    """Positions (B, T) that count from 0 in each run of equal document ids (B, T)."""
+    """Positions (B, T) that count each document's tokens from 0, given document ids (B, T).
+
+    The tokens of a document lie side by side, but for padding (-1), which is passed over and counts nothing (its own positions are 0).
+    """
+    kept = document_ids != PADDING
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    starts = torch.zeros_like(index)
-    starts[:, 1:] = torch.where(document_ids[:, 1:] != document_ids[:, :-1], index[:, 1:], 0)
-    return index - starts.cummax(1).values
+    last_kept = torch.where(kept, index, -1).cummax(1).values  # the last token up to here that is no padding, -1 for none
+    before = torch.nn.functional.pad(last_kept[:, :-1], (1, 0), value=-1)
+    starts = kept & ((before < 0) | (document_ids.gather(1, before.clamp(min=0)) != document_ids))
+    count = kept.cumsum(1) - 1
+    first = torch.where(starts, count, 0).cummax(1).values
+    return torch.where(kept, count - first, 0)
 
 
 def shifted_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:

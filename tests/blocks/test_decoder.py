@@ -245,7 +245,8 @@ def test_helpers_of_documents():
     assert documents_of((1, 5), None, None, torch.tensor([[0, 1, 5, 6, 6]])).tolist() == [[0, 0, 1, 1, 2]]  # a jump starts one too
     assert documents_of((1, 5), None, None, None) is None
     assert documents_of((1, 5), None, torch.tensor([[0, 1, 1, 1, 0]]), positions).tolist() == [[-1, 0, 0, 0, -1]]
-    assert positions_of(torch.tensor([[-1, -1, 0, 0, 5], [2, 2, 2, 2, 2]])).tolist() == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
+    assert positions_of(torch.tensor([[-1, -1, 0, 0, 5], [2, 2, 2, 2, 2]])).tolist() == [[0, 0, 0, 1, 0], [0, 1, 2, 3, 4]]
+    assert positions_of(torch.tensor([[-1, 0, 0, -1, 0, 7, -1, 7]])).tolist() == [[0, 0, 1, 0, 2, 0, 0, 1]]  # padding is passed over
     labels = torch.tensor([[1, 2, 3, 4, 5]])
     assert shifted_labels(labels, None).tolist() == [[2, 3, 4, 5, -100]]
     assert shifted_labels(labels, torch.tensor([[0, 0, 1, 1, 1]])).tolist() == [[2, -100, 4, 5, -100]]
@@ -638,3 +639,49 @@ def test_initialize_can_be_told_which_parameters():
     initialize(model, 1, names={"layers.1.mlp.down_proj.weight"})
     changed = {name for name, x in model.named_parameters() if not torch.equal(x, before[name])}
     assert changed == {"layers.1.mlp.down_proj.weight"}
+
+
+# ---- calls that are refused, and scopes that end early ----
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    model, ids = made(plain()), tokens()
+    cache = model.new_cache(2, 40)
+    model(ids, cache=cache)
+    wrong = ids[:, :3].clone()
+    wrong[0, 1] = 9999
+    for bad, options in ((wrong, {}), (ids[:, :3], {"logits_to_keep": -1})):
+        with pytest.raises((IndexError, ValueError)):
+            model(bad, cache=cache, **options)
+    again = model(ids[:, :3], cache=cache).logits
+    fresh = model.new_cache(2, 40)
+    model(ids, cache=fresh)
+    assert torch.equal(again, model(ids[:, :3], cache=fresh).logits)
+
+
+def test_layers_are_recomputed_on_what_their_forward_ran_on():
+    """The scope ends before the backward."""
+    model, ids = made(plain()), tokens()
+    with kernels.use("reference"):
+        expected = gradients(model, model(ids, ids).loss)
+    model.recompute = "layer"
+    with kernels.use("reference"):
+        loss = model(ids, ids).loss
+    assert all(torch.equal(g, expected[name]) for name, g in gradients(model, loss).items())
+
+
+def test_an_unknown_recompute_is_refused():
+    model = made(plain())
+    with pytest.raises(ValueError, match="recompute is 'cheap'; expected 'none' or 'layer'"):
+        model.recompute = "cheap"
+
+
+def test_a_hole_in_the_mask_counts_nothing():
+    """Tokens on both sides of padding see each other, at the positions that they have without it."""
+    model, ids = made(plain(), dtype=torch.float64), tokens()
+    holed = torch.cat([ids[:, :4], ids[:, :3], ids[:, 4:]], 1)
+    mask = torch.ones_like(holed)
+    mask[:, 4:7] = 0
+    logits = model(holed, attention_mask=mask).logits
+    kept = torch.cat([logits[:, :4], logits[:, 7:]], 1)
+    torch.testing.assert_close(kept, model(ids).logits, rtol=0, atol=1e-12)
