@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ligerformer import ModelConfig, kernels, presets
 from ligerformer.blocks import Context, Decoder, Rope
 from ligerformer.configs import BlockConfig, ConfigError, RopeConfig, register, registry
-from ligerformer.convert.config import config_from_hf
+from ligerformer.convert import config_from_hf
 from ligerformer.convert.families import model_types
 from tests.blocks.contract import made, tokens
 from tests.configs.examples import plain
