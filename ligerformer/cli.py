@@ -119,14 +119,16 @@ def _summary(args: argparse.Namespace) -> None:
 
 
 def _config(name: str) -> ModelConfig:
-    """The config of a preset, a JSON file, a folder of either format, or a hub id."""
+    """The config of a folder of either format, a preset, a JSON file, or a hub id: the first that there is."""
     path = Path(name)
+    if (path / NATIVE_CONFIG).is_file():
+        return _config_from_json(path / NATIVE_CONFIG)
+    if path.is_dir():
+        return config_from_hf(name)
     if name in presets.names():
         return presets.load(name)
     if path.is_file():
         return _config_from_json(path)
-    if (path / NATIVE_CONFIG).is_file():
-        return _config_from_json(path / NATIVE_CONFIG)
     _check_place(name, "no preset, no file and no folder", presets.names())
     return config_from_hf(name)
 

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ligerformer.convert.config import config_from_hf
+from ligerformer.convert import config_from_hf
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "hf_configs.json").read_text())
 

@@ -92,6 +92,15 @@ def test_summary_of_folders_and_files(llama: Path, tmp_path: Path, capsys: pytes
         assert run(capsys, "summary", place) == expected, place
 
 
+def test_a_folder_with_the_name_of_a_preset_is_the_folder(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(capsys, "summary", llama)
+    (tmp_path / "llama-3.2-1b").symlink_to(llama)
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "summary", "llama-3.2-1b") == expected
+
+
 def test_summary_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def of(name: str, text: str | bytes | None = None, *args: object) -> str:
         if text is not None:

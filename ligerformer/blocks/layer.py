@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..configs import ModelConfig, registry
-from ..configs.schema import Config, ConfigError
+from ..configs.schema import Config
 from .state import AUX_LOSS, Context, State
 
 
@@ -26,8 +26,6 @@ class Layer(nn.Module):
         self.sublayers = config.sublayers
         self.multipliers = {key: branch.multiplier for key, branch in config.branches.items()}
         for key, branch in config.branches.items():
-            if hasattr(self, key) or key in ("sites", "norms", "post_norms") or not key.isidentifier():
-                raise ConfigError(f"layers.{model_config.layer_types[layer_index]}.{key}: cannot name a branch; choose another key")
             self.add_module(key, make(branch.block, model_config, layer_index))
         site = registry.block_class(model_config.residual.slot, model_config.residual.type).Site
         self.sites = nn.ModuleList(site(model_config.residual, model_config, first_site + j) for j in range(len(config.sublayers)))
@@ -48,14 +46,20 @@ class Layer(nn.Module):
     def _branches(
         self, keys: Sequence[str], normed: Tensor, ctx: Context, shared: dict[str, Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Every branch's output, and the shared tensors with what the branches added."""
+        """Every branch's output, and the shared tensors with what the branches added; a ValueError where two add one name."""
         ys, added = [], dict(shared)
+        givers: dict[str, str] = {}
         for key in keys:
             y = getattr(self, key)(normed, ctx, shared)
             if isinstance(y, tuple):
                 y, new = y
                 if AUX_LOSS in new and AUX_LOSS in added:
                     new = new | {AUX_LOSS: added[AUX_LOSS] + new[AUX_LOSS]}
+                for name in new:
+                    if name != AUX_LOSS and givers.setdefault(name, key) != key:
+                        raise ValueError(
+                            f"branches {givers[name]!r} and {key!r} of one sublayer both share {name!r}; rename one of the two"
+                        )
                 added |= new
             ys.append(y if self.multipliers[key] == 1.0 else y * self.multipliers[key])
         return ys, added

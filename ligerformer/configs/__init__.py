@@ -1,7 +1,7 @@
 """What a model is, as data: strict config classes, the registry of block types, presets of published models."""
 
 from . import presets
-from .block import BlockConfig, ResidualConfig
+from .block import BlockConfig, NormConfig, ResidualConfig
 from .builtin import (
     AddConfig,
     GatedMLPConfig,
@@ -11,8 +11,9 @@ from .builtin import (
     SoftmaxAttentionConfig,
     TokenEmbeddingConfig,
 )
+from .extending import register
 from .model import BranchConfig, InitConfig, LayerConfig, ModelConfig
-from .registry import register, unregister
+from .registry import unregister
 from .rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from .schema import Bound, Config, ConfigError, Slot
 
@@ -33,6 +34,7 @@ __all__ = [
     "LongRopeScaling",
     "MHCConfig",
     "ModelConfig",
+    "NormConfig",
     "RMSNormConfig",
     "ResidualConfig",
     "RopeConfig",

@@ -29,6 +29,15 @@ class BlockConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class NormConfig(BlockConfig):
+    """Base of the configs of the ``norm`` slot: over the residual stream, or over another width (each head of q and k)."""
+
+    def num_params(self, model: ModelConfig, size: int | None = None) -> int:
+        """Number of parameters of one norm over ``size`` values, by default over ``hidden_size``."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class ResidualConfig(BlockConfig):
     """Base of the configs of the ``residual`` slot: one *site* a sublayer, the *ends* once a model.
 

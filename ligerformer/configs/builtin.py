@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from . import registry
-from .block import BlockConfig, ResidualConfig
+from .block import BlockConfig, NormConfig, ResidualConfig
 from .rope import RopeConfig
-from .schema import Bound, Config, ConfigError, Finite, NonNegativeFloat, PositiveFloat, PositiveInt, Slot, at
+from .schema import Bound, ConfigError, Finite, NonNegativeFloat, PositiveFloat, PositiveInt, Slot, at
 
 if TYPE_CHECKING:
     from .model import ModelConfig
@@ -27,7 +27,7 @@ class TokenEmbeddingConfig(BlockConfig):
 
 @registry.config("norm", "rms_norm")
 @dataclasses.dataclass(frozen=True)
-class RMSNormConfig(BlockConfig):
+class RMSNormConfig(NormConfig):
     """x / rms(x) * (weight + offset). ``casting``: "input" casts the normalised value back before the weight multiplies (Llama, Qwen);
     "fp32" casts at the end (Gemma, whose ``offset`` is 1)."""
 
@@ -35,8 +35,8 @@ class RMSNormConfig(BlockConfig):
     offset: Finite = 0.0
     casting: Literal["input", "fp32"] = "input"
 
-    def num_params(self, model: ModelConfig) -> int:
-        return model.hidden_size
+    def num_params(self, model: ModelConfig, size: int | None = None) -> int:
+        return size or model.hidden_size
 
 
 @registry.config("attention", "softmax_attention")
@@ -53,7 +53,7 @@ class SoftmaxAttentionConfig(BlockConfig):
     head_dim: Annotated[int, Bound(at_least=1, at_most=256)]
     num_kv_heads: PositiveInt | None = None
     rope: RopeConfig | None = None
-    qk_norm: Annotated[Config, Slot("norm")] | None = None
+    qk_norm: Annotated[NormConfig, Slot("norm")] | None = None
     window: PositiveInt | None = None
     softcap: PositiveFloat | None = None
     scale: PositiveFloat | None = None
@@ -72,8 +72,10 @@ class SoftmaxAttentionConfig(BlockConfig):
             with at("rope"):
                 self.rope.rotary_dim(self.head_dim)
 
-    def resolve(self, model: ModelConfig) -> SoftmaxAttentionConfig:
-        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads or self.num_heads)
+    def resolve(self, model: ModelConfig) -> Self:
+        with at("qk_norm"):
+            qk_norm = self.qk_norm and self.qk_norm.resolve(model)
+        return dataclasses.replace(self, num_kv_heads=self.num_kv_heads or self.num_heads, qk_norm=qk_norm)
 
     @property
     def softmax_scale(self) -> float:
@@ -90,7 +92,7 @@ class SoftmaxAttentionConfig(BlockConfig):
 
     def num_params(self, model: ModelConfig) -> int:
         qkv, inner = sum(self.widths.values()), self.widths["q_proj"]
-        norms = 2 * self.head_dim if self.qk_norm is not None else 0
+        norms = 2 * self.qk_norm.num_params(model, self.head_dim) if self.qk_norm is not None else 0
         biases = self.qkv_bias * qkv + self.o_bias * model.hidden_size
         return model.hidden_size * (qkv + inner) + biases + norms + self.sinks * self.num_heads
 

@@ -87,7 +87,8 @@ def training_memory(
     """Memory of one AdamW step at ``batch`` x ``seq_len`` tokens on one device.
 
     ``dtype_bytes`` is the width of weights, gradients and activations, ``state_bytes`` that of each of AdamW's two states,
-    ``chunk_bytes`` the budget of the fused head's logits. The gradients left over from the step before are taken as freed.
+    ``chunk_bytes`` the budget of the fused head's logits. It is counted as 1 GiB, while on a GPU the head takes
+    up to 2 GiB where hidden_size is so small that the rows of 1 GiB would not fill the GPU. The gradients left over from the step before are taken as freed.
     """
     params, tokens = num_params(model), batch * seq_len
     width = dtype_bytes * model.hidden_size

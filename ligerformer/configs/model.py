@@ -8,8 +8,10 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Self
 
+from torch import nn
+
 from . import counting
-from .block import BlockConfig, ResidualConfig
+from .block import BlockConfig, NormConfig, ResidualConfig
 from .registry import slots
 from .schema import (
     JSON,
@@ -31,6 +33,7 @@ from .schema import (
 
 NOT_BRANCHES = ("embed", "norm", "residual", "head", "rope_scaling")  # slots that stand elsewhere than in a sublayer
 OWN_KEYS = ("slot", "multiplier")  # of a branch; the rest of its dict is the block's
+NO_BRANCH_NAMES = {*dir(nn.Module()), "sites", "norms", "post_norms", "sublayers", "multipliers"}  # what a layer, a module, has itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,8 @@ class BranchConfig(Config):
     @classmethod
     def from_key(cls, key: str, data: JSON, path: str) -> Self:
         """Read the branch that stands under ``key``."""
+        if not isinstance(key, str):
+            raise ConfigError(f"{path}: the key {key!r} is no string")
         if isinstance(data, cls):
             return data
         if isinstance(data, BlockConfig):
@@ -86,9 +91,9 @@ class LayerConfig(Config):
     ``norm`` stands before each sublayer (null: none), ``post_norm`` after each branch (Gemma 2 and 3, OLMo 2). Every further key is a branch.
     """
 
-    norm: Annotated[BlockConfig, Slot("norm")] | None
+    norm: Annotated[NormConfig, Slot("norm")] | None
     branches: dict[str, BranchConfig]
-    post_norm: Annotated[BlockConfig, Slot("norm")] | None = None
+    post_norm: Annotated[NormConfig, Slot("norm")] | None = None
     sublayers: tuple[tuple[str, ...], ...] = (("attention",), ("mlp",))
 
     @classmethod
@@ -114,17 +119,23 @@ class LayerConfig(Config):
             if name not in self.branches:
                 raise ConfigError(f"{name}: is missing; sublayers names it{nearest(name, self.branches)}")
         for name in self.branches:
+            if name in NO_BRANCH_NAMES or not name.isidentifier():
+                raise ConfigError(f"{name}: cannot name a branch; choose another key")
             if named.count(name) != 1:
                 raise ConfigError(
                     f"{name}: stands {named.count(name)} times in sublayers ({to_plain(self.sublayers)!r}); expected once{nearest(name, named)}"
                 )
 
-    def resolve(self, model: ModelConfig) -> LayerConfig:
+    def resolve(self, model: ModelConfig) -> Self:
         branches = {}
         for key, branch in self.branches.items():
             with at(key):
                 branches[key] = dataclasses.replace(branch, block=branch.block.resolve(model))
-        return dataclasses.replace(self, branches=branches)
+        with at("norm"):
+            norm = self.norm and self.norm.resolve(model)
+        with at("post_norm"):
+            post_norm = self.post_norm and self.post_norm.resolve(model)
+        return dataclasses.replace(self, branches=branches, norm=norm, post_norm=post_norm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +154,7 @@ class ModelConfig(Config):
     residual: Annotated[ResidualConfig, Slot("residual")]
     layers: dict[str, LayerConfig]
     pattern: tuple[str, ...]
-    final_norm: Annotated[BlockConfig, Slot("norm")] | None
+    final_norm: Annotated[NormConfig, Slot("norm")] | None
     head: Annotated[BlockConfig, Slot("head")]
     init: InitConfig
 
@@ -154,9 +165,10 @@ class ModelConfig(Config):
             with at(f"layers.{name}"):
                 layers[name] = layer.resolve(self)
         object.__setattr__(self, "layers", FrozenDict(layers))
-        for name in ("embed", "residual", "head"):
+        for name in ("embed", "residual", "final_norm", "head"):
+            block = getattr(self, name)
             with at(name):
-                object.__setattr__(self, name, getattr(self, name).resolve(self))
+                object.__setattr__(self, name, block and block.resolve(self))
 
     def check(self) -> None:
         for i, name in enumerate(self.pattern):
@@ -184,20 +196,15 @@ class ModelConfig(Config):
 
         A whole block may be replaced by a dict or a config. Raises a ConfigError for a path that leads nowhere.
         """
+        return self.replace_all({path: value})
+
+    def replace_all(self, values: Mapping[str, Any]) -> ModelConfig:
+        """A copy with the value at every dotted path replaced, as ``replace`` does: in order, and checked once all are in place."""
         data = self.to_dict()
-        node: Any = data
-        *parents, last = path.split(".")
-        walked: list[str] = []
-        for key in parents:
-            if not isinstance(node, dict) or key not in node:
-                raise ConfigError(_leads_nowhere(path, walked, key, node))
-            node = node[key]
-            walked.append(key)
-        branch = len(parents) == 2 and parents[0] == "layers"
-        optional = isinstance(node, dict) and last in OWN_KEYS
-        if not isinstance(node, dict) or (last not in node and not branch and not optional):
-            raise ConfigError(_leads_nowhere(path, walked, last, node))
-        node[last] = to_plain(value)
+        placed: list[str] = []
+        for path, value in values.items():
+            _place(data, path, value, new=any(path.startswith(f"{parent}.") for parent in placed))
+            placed.append(path)
         return type(self).from_dict(data)
 
     @property
@@ -242,6 +249,23 @@ def _set(config: ModelConfig, name: str, value: Any) -> None:
 
 
 ModelConfig.__setattr__ = _set  # type: ignore[method-assign, assignment]
+
+
+def _place(data: dict[str, Any], path: str, value: Any, *, new: bool) -> None:
+    """Put a value into plain data; in a ``new`` block, whose defaults are not written out, also where nothing stands yet."""
+    node: Any = data
+    *parents, last = path.split(".")
+    walked: list[str] = []
+    for key in parents:
+        if not isinstance(node, dict) or key not in node:
+            raise ConfigError(_leads_nowhere(path, walked, key, node))
+        node = node[key]
+        walked.append(key)
+    branch = len(parents) == 2 and parents[0] == "layers"
+    optional = isinstance(node, dict) and last in OWN_KEYS
+    if not isinstance(node, dict) or (last not in node and not (branch or optional or new)):
+        raise ConfigError(_leads_nowhere(path, walked, last, node))
+    node[last] = to_plain(value)
 
 
 def _leads_nowhere(path: str, walked: list[str], key: str, node: Any) -> str:

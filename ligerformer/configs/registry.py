@@ -2,7 +2,7 @@
 
 A slot is a place in a model ("attention", "mlp", "norm" ...), a type one way to fill it. A type has a config class (data) and a
 block class (a module). The built-in config classes are registered when ``ligerformer.configs`` is imported and their blocks attached by
-``ligerformer.blocks``; a user's type gives both at once with :func:`register`.
+``ligerformer.blocks``; a user's type gives both at once with ``register`` (extending.py).
 """
 
 from __future__ import annotations
@@ -42,15 +42,20 @@ def block_class(slot: str, type_: str) -> Any:
         raise ValueError(f"type {type_!r} of slot {slot!r} has a config and no block; give it one with @register") from None
 
 
+def check_free(slot: str, type_: str) -> None:
+    """A ValueError for a name that is taken."""
+    if type_ in _configs[slot]:
+        raise ValueError(f"type {type_!r} of slot {slot!r} is registered already, by {_configs[slot][type_].__qualname__}")
+    if type_ in _configs:
+        raise ValueError(f"type {type_!r} has the name of a slot; choose another name")
+
+
 def config(slot: str, type_: str) -> Callable[[T], T]:
     """Class decorator for built-in config classes: adds the type, opening the slot where it is new."""
 
     def add(cls: T) -> T:
         known = _configs.setdefault(slot, {})
-        if type_ in known:
-            raise ValueError(f"type {type_!r} of slot {slot!r} is registered already, by {known[type_].__qualname__}")
-        if type_ in _configs:
-            raise ValueError(f"type {type_!r} has the name of a slot; choose another name")
+        check_free(slot, type_)
         cls.slot, cls.type = slot, type_  # type: ignore[attr-defined]
         known[type_] = cls
         return cls
@@ -66,26 +71,6 @@ def block(config_cls: Any) -> Callable[[B], B]:
         return block_
 
     return attach
-
-
-def register(slot: str, type_: str) -> Callable[[T], T]:
-    """Class decorator that adds a block of your own: ``@register("attention", "differential")``.
-
-    The class is a ``torch.nn.Module`` built as ``Block(config, model_config, layer_index)`` and has its config dataclass (frozen,
-    deriving from ``ligerformer.configs.Config``) in the attribute ``Config``. From then on ``dict(type="differential", ...)`` is
-    understood in that slot. Raises a ValueError for an unknown slot or a name that is taken, a TypeError without ``Config``.
-    """
-
-    def add(cls: T) -> T:
-        types(slot)
-        own = getattr(cls, "Config", None)
-        if not isinstance(own, type) or "__dataclass_params__" not in vars(own):  # undecorated, it would inherit its base's fields alone
-            raise TypeError(f"{cls.__name__} has no config class; expected a frozen dataclass in the attribute 'Config'")
-        config(slot, type_)(own)
-        _blocks[slot, type_] = cls
-        return cls
-
-    return add
 
 
 def unregister(slot: str, type_: str) -> None:

@@ -99,7 +99,7 @@ class Config:
     def check(self) -> None:
         """Raise :class:`ConfigError` where fields contradict each other. The path in the error is relative to this config."""
 
-    def resolve(self, model: Any) -> Config:
+    def resolve(self, model: Any) -> typing.Self:
         """This config with derived values filled in, given the model's sizes (a ``ModelConfig`` under construction)."""
         return self
 
@@ -188,6 +188,9 @@ def parse(hint: Any, value: JSON, path: str) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: is {value!r}; expected a dict of {describe(args[1])}")
+        for k in value:
+            if not isinstance(k, str):
+                raise ConfigError(f"{path}: has the key {k!r}; expected strings alone")
         return FrozenDict({k: parse(args[1], v, join(path, k)) for k, v in value.items()})
     if isinstance(hint, type) and issubclass(hint, Config):
         return value if isinstance(value, hint) else hint.from_dict(value, path)

@@ -23,11 +23,6 @@ def translate(data: Mapping[str, JSON]) -> Translation:
     return family_of(data["model_type"]).from_hf(data)
 
 
-def config_from_hf(data: Mapping[str, JSON]) -> ModelConfig:
-    """The native config of a config.json (as a dict); errors as in :func:`translate`."""
-    return translate(data).config
-
-
 def to_hf(config: ModelConfig, model_type: str | None = None) -> dict[str, JSON]:
     """config.json of a model, as ``model_type``, or as the first type, in a fixed order, that can say it.
 

@@ -59,7 +59,7 @@ def from_hf(
     """The model of a Hugging Face checkpoint: the id of a repository on the hub, or a folder. In evaluation mode, as transformers gives it.
 
     ``dtype`` "auto" is the one that the checkpoint's config names, else that of its tensors. ``overrides`` are dotted paths and values
-    for ``config.replace``: parameters that they add are initialised (from ``seed``) and listed in ``load_report``, tensors whose place they
+    for ``config.replace_all``: parameters that they add are initialised (from ``seed``) and listed in ``load_report``, tensors whose place they
     take are ignored and listed. ``load_report`` says where everything came from, ``source`` keeps what ``save_hf`` needs.
 
     Raises a ConfigError for a config that cannot be translated, and one CheckpointError for every tensor that is missing, unexpected,
@@ -68,9 +68,7 @@ def from_hf(
     wanted = None if dtype == "auto" else parse_dtype(dtype)
     folder = fetch(id_or_dir, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only)
     translation = _translate(folder)
-    config = translation.config
-    for path, value in (overrides or {}).items():
-        config = config.replace(path, value)
+    config = translation.config.replace_all(overrides or {})
     source = Source.of(folder, translation.model_type, translation.inert)
     entries = renamed(find_tensors(folder), translation.renamed_tensors)
     model = Decoder(config, recompute=recompute)

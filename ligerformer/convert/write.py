@@ -125,7 +125,9 @@ def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
     Until then the old folder is untouched. What it held and the new one does not is kept (a README, a .git, a tokenizer where the new one
     brings none), except for the config, weights and index of the model that is replaced. The exchange is two renames: were the machine to
-    stop between them, the old folder would stand whole beside its place, as ``.<name>.old-*``.
+    stop between them, the old folder would stand whole beside its place, as ``.<name>.old-*``; where what is kept cannot be moved out of
+    it, it stays there and the error names it. A process that is killed may leave a ``.<name>.new-*`` (half written) or a
+    ``.<name>.old-*``: nothing reads or removes these.
     """
     target = target_of(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,10 +161,19 @@ def _exchange(target: Path, new: Path, old: Path) -> None:
     except BaseException:
         os.rename(old, target)
         raise
-    for name in kept:
-        os.rename(old / name, target / name)
-    _sync_folder(target)
-    shutil.rmtree(old)
+    try:
+        for name in kept:
+            os.rename(old / name, target / name)
+        _sync_folder(target)
+        shutil.rmtree(old)
+    except BaseException as error:
+        message = (
+            f"{target} holds the new model, and {old} what is left of the folder it replaced: move what you need out of it and delete it"
+        )
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{message} ({error})") from error
+        error.add_note(message)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -69,20 +69,20 @@ def cross_entropy(
     checks.is_tensor(op, "logits", logits)
     if logits.dim() == 0:
         raise ValueError(f"{op}: logits is a scalar; expected (..., V)")
-    check_targets(op, labels, logits.shape[:-1], logits.shape[-1], ignore_index, class_weight, logits)
+    check_targets(op, labels, logits.shape[:-1], logits.shape[-1], ignore_index, class_weight, "logits", logits)
     check_options(op, label_smoothing, z_loss, softcap, reduction)
     return _OP(logits, labels, class_weight, ignore_index, float(label_smoothing), float(z_loss), softcap, reduction)
 
 
 def check_targets(
-    op: str, labels: Tensor, shape: torch.Size, num_classes: int, ignore_index: int, class_weight: Tensor | None, x: Tensor
+    op: str, labels: Tensor, shape: torch.Size, num_classes: int, ignore_index: int, class_weight: Tensor | None, name: str, x: Tensor
 ) -> None:
-    """Errors for labels or class weights that do not fit ``num_classes`` and tokens of ``shape``; ``x`` tells the device."""
+    """Errors for labels or class weights that do not fit ``num_classes`` and tokens of ``shape``; ``x``, the argument ``name``, tells the device."""
     checks.is_tensor(op, "labels", labels, checks.INTS)
     checks.has_shape(op, "labels", labels, tuple(shape))
     if num_classes < 1:
         raise ValueError(f"{op}: there are {num_classes} classes; expected at least one")
-    checks.same_device(op, input=x, labels=labels, class_weight=class_weight)
+    checks.same_device(op, **{name: x}, labels=labels, class_weight=class_weight)
     if class_weight is not None:
         checks.is_tensor(op, "class_weight", class_weight)
         checks.has_shape(op, "class_weight", class_weight, (num_classes,))

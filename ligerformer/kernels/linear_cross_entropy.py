@@ -85,7 +85,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     compute_dtype = _check_inputs(op, hidden, weight, bias)
-    check_targets(op, labels, hidden.shape[:-1], weight.shape[0], ignore_index, class_weight, hidden)
+    check_targets(op, labels, hidden.shape[:-1], weight.shape[0], ignore_index, class_weight, "hidden", hidden)
     check_options(op, label_smoothing, z_loss, softcap, reduction)
     _check_counts(op, labels, chunk_bytes, num_items, num_valid, reduction)
     checks.one_of(op, "accum_dtype", accum_dtype, (torch.float32, torch.bfloat16, torch.float16))

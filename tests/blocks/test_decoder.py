@@ -15,6 +15,7 @@ from ligerformer import ModelConfig, build, kernels
 from ligerformer.blocks import Cache, Decoder, Head, allocate, constant, initialize
 from ligerformer.blocks.state import documents_of, positions_of, shifted_labels
 from ligerformer.configs import BlockConfig, ConfigError, register, registry
+from ligerformer.configs.model import NO_BRANCH_NAMES
 from tests.blocks.contract import distance, gradients, made, precision, tokens
 from tests.configs.examples import LLAMA3, full, plain
 
@@ -478,7 +479,38 @@ def test_a_branch_that_cannot_have_its_name_is_refused(key):
     layer = data["layers"]["main"]
     layer |= {"branches" if key == "" else key: {"slot": "mlp"} | layer.pop("mlp"), "sublayers": [["attention"], [key]]}
     with pytest.raises(ConfigError):
-        build(data, device="meta")
+        ModelConfig.from_dict(data)
+
+
+def test_no_branch_takes_a_name_of_the_layer():
+    layer = build(plain(), device="meta").layers[0]
+    own = {*dir(layer)} - {"attention", "mlp"} - {name for name in dir(layer) if name.startswith("__")} - {"_branches"}
+    assert own <= NO_BRANCH_NAMES
+
+
+def test_two_branches_that_share_one_name_are_refused():
+    @register("mlp", "sharing")
+    class Sharing(nn.Module):
+        @dataclasses.dataclass(frozen=True)
+        class Config(BlockConfig):
+            pass
+
+        def __init__(self, config, model_config, layer_index):
+            super().__init__()
+
+        def forward(self, x, ctx, shared):
+            return x, {"state": x}
+
+    try:
+        data, branch = plain(), {"slot": "mlp", "type": "sharing"}
+        data["layers"]["main"] |= {"mlp": branch, "second": branch}
+        data["layers"]["main"]["sublayers"] = [["attention"], ["mlp"], ["second"]]
+        made(data)(tokens())  # one after the other: the later one's stands
+        data["layers"]["main"]["sublayers"] = [["attention"], ["mlp", "second"]]
+        with pytest.raises(ValueError, match="branches 'mlp' and 'second' of one sublayer both share 'state'"):
+            made(data)(tokens())
+    finally:
+        registry.unregister("mlp", "sharing")
 
 
 def test_recompute_takes_its_values_alone(device):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import math
 from typing import Any
 
 import pytest
@@ -16,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ligerformer import ModelConfig, kernels, presets
 from ligerformer.blocks import Context, Decoder, Rope
-from ligerformer.configs import BlockConfig, ConfigError, RopeConfig, register, registry
-from ligerformer.convert.config import config_from_hf
+from ligerformer.configs import ConfigError, RopeConfig
+from ligerformer.convert import config_from_hf
 from ligerformer.convert.families import model_types
 from tests.blocks.contract import made, tokens
 from tests.configs.examples import plain
@@ -172,25 +170,6 @@ def test_a_context_gives_each_row_its_positions():
     at = torch.tensor([[0, 1, 2], [7, 8, 9]])
     cos, _ = Context(at).rope(rope)
     assert torch.equal(cos[1], rope(torch.arange(10)[None])[0][0, 7:])
-
-
-def test_a_scaling_of_ones_own_is_a_function():
-    def halved(scaling: Any, theta: float, dim: int) -> tuple[Tensor, Tensor, float]:
-        frequencies = 0.5 * theta ** -(torch.arange(0, dim, 2) / dim)
-        return frequencies, frequencies, scaling.factor
-
-    @dataclasses.dataclass(frozen=True)
-    class Halved(BlockConfig):
-        factor: float
-
-    halved.Config = Halved
-    register("rope_scaling", "halved")(halved)
-    try:
-        config = RopeConfig.from_dict({"theta": 100.0, "scaling": {"type": "halved", "factor": 2.0}})
-        cos, _ = Rope(config, 8)(torch.tensor([[0, 2]]))
-        assert cos[0, 0].tolist() == [2.0] * 4 and cos[0, 1, 0].item() == pytest.approx(2.0 * math.cos(1.0))
-    finally:
-        registry.unregister("rope_scaling", "halved")
 
 
 @pytest.mark.parametrize("partial", [0.1, 0.45])

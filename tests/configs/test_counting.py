@@ -66,9 +66,9 @@ def test_activations_grow_with_tokens_and_shrink_with_recompute():
     one, two = config.training_memory(1, 64), config.training_memory(2, 64)
     assert two.activations == 2 * one.activations
     recomputed = config.training_memory(1, 64, recompute="layer")
-    # Kept: the stream before each layer, one layer's own, the last stream with its normed form, ids and labels.
+    # Kept: the stream and the branch output yet to be added before each layer, one layer's own, the last stream with its normed form, ids and labels.
     layers = one.activations - 64 * (2 * 2 * 24 + 8)
-    assert recomputed.activations == pytest.approx(layers / 3 + 64 * (3 * 2 * 24 + 2 * 2 * 24 + 8))
+    assert recomputed.activations == pytest.approx(layers / 3 + 64 * (3 * 2 * 2 * 24 + 2 * 2 * 24 + 8))
 
 
 def test_the_head_keeps_at_most_its_chunk_of_logits():

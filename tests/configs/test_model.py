@@ -1,8 +1,10 @@
 """ModelConfig: derived values, the pattern of layers, branches, and replace()."""
 
+import dataclasses
+
 import pytest
 
-from ligerformer.configs import BranchConfig, ConfigError, GatedMLPConfig, ModelConfig, RMSNormConfig
+from ligerformer.configs import BranchConfig, ConfigError, GatedMLPConfig, ModelConfig, NormConfig, RMSNormConfig, register, unregister
 from tests.configs.examples import full, plain
 
 
@@ -115,3 +117,47 @@ def test_the_scale_of_attention():
     config = ModelConfig.from_dict(full())
     assert config.layers["local"].branches["attention"].block.softmax_scale == 0.3
     assert config.layers["global"].branches["attention"].block.softmax_scale == 24.0**-0.5
+
+
+def test_replace_all_checks_once_all_values_are_in_place():
+    config = ModelConfig.from_dict(plain())
+    together = {"layers.main.attention.num_heads": 9, "layers.main.attention.num_kv_heads": 3}
+    for path, value in together.items():
+        with pytest.raises(ConfigError, match="divisor"):
+            config.replace(path, value)
+    attention = config.replace_all(together).layer(0).branches["attention"].block
+    assert (attention.num_heads, attention.num_kv_heads) == (9, 3)
+    into_a_new_block = {"layers.main.mlp": {"type": "gated_mlp", "intermediate_size": 8}, "layers.main.mlp.bias": True}
+    assert config.replace_all(into_a_new_block).layer(0).branches["mlp"].block == GatedMLPConfig(8, bias=True)
+    with pytest.raises(ConfigError, match=r"layers\.main\.mlp\.bais: unknown key .*did you mean 'bias'"):
+        config.replace_all({"layers.main.mlp": {"type": "gated_mlp", "intermediate_size": 8}, "layers.main.mlp.bais": True})
+    assert config.replace_all({}) == config
+
+
+@pytest.fixture
+def own_norm():
+    @register("norm", "own")
+    class Own:
+        @dataclasses.dataclass(frozen=True)
+        class Config(NormConfig):
+            width: int | None = None
+
+            def resolve(self, model):
+                return dataclasses.replace(self, width=self.width or model.hidden_size)
+
+            def num_params(self, model, size=None):
+                return 2 * (size or model.hidden_size)
+
+    yield
+    unregister("norm", "own")
+
+
+def test_norms_are_resolved_and_counted_wherever_they_stand(own_norm):
+    plain_config, norm = ModelConfig.from_dict(plain()), {"type": "own"}
+    paths = ["final_norm", "layers.main.norm", "layers.main.post_norm", "layers.main.attention.qk_norm"]
+    config = plain_config.replace_all(dict.fromkeys(paths, norm))
+    layer = config.layer(0)
+    norms = [config.final_norm, layer.norm, layer.post_norm, layer.branches["attention"].block.qk_norm]
+    assert [norm.width for norm in norms] == [24] * 4
+    added = 24 + 3 * (2 * 24 + 2 * 2 * 24 + 2 * 2 * 8)  # 2C instead of C for the final norm and the norms; post norms; q and k
+    assert config.num_params() - plain_config.num_params() == added

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ligerformer.configs import ModelConfig, presets
-from ligerformer.convert.config import config_from_hf
+from ligerformer.convert import config_from_hf
 from tests.make_presets import PRESETS, PUBLISHED, published
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from torch import nn
 
-from ligerformer.configs import BlockConfig, ConfigError, ModelConfig, register, registry, unregister
+from ligerformer.configs import BlockConfig, ConfigError, ModelConfig, ResidualConfig, register, registry, unregister
 from tests.configs.examples import plain
 
 
@@ -102,3 +102,42 @@ def test_a_config_without_its_decorator_is_refused():
         class Bare:
             class Config(BlockConfig):
                 width: int
+
+
+def test_a_config_of_another_base_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Plain:
+        width: int
+
+    @dataclasses.dataclass(frozen=True)
+    class Branch(BlockConfig):
+        width: int
+
+    for slot, own, base in (("mlp", Plain, "BlockConfig"), ("norm", Branch, "NormConfig"), ("residual", Branch, "ResidualConfig")):
+        block = type("Own", (nn.Module,), {"Config": own, "Site": nn.Module, "Ends": nn.Module})
+        with pytest.raises(TypeError, match=f"config class of Own does not derive from {base}"):
+            register(slot, "own")(block)
+        assert "own" not in registry.types(slot)
+
+
+@pytest.mark.parametrize("part", ["Site", "Ends"])
+def test_a_residual_without_its_parts_is_refused(part):
+    @dataclasses.dataclass(frozen=True)
+    class Stream(ResidualConfig):
+        pass
+
+    with pytest.raises(TypeError, match=r"Own lacks a part of a residual block; expected .*'Site' and 'Ends'"):
+        register("residual", "own")(type("Own", (), {"Config": Stream, part: nn.Module}))
+
+
+@pytest.mark.parametrize("name", ["type", "slot", "multiplier"])
+def test_a_field_that_a_blocks_dict_uses_itself_is_refused(name):
+    own = dataclasses.make_dataclass("Own", [(name, float, 1.0)], bases=(BlockConfig,), frozen=True)
+    with pytest.raises(ValueError, match=f"has a field {name!r}"):
+        register("mlp", "own")(type("Own", (nn.Module,), {"Config": own}))
+    assert "own" not in registry.types("mlp")
+
+
+def test_the_slot_of_rope_scalings_is_closed(nothing):
+    with pytest.raises(ValueError, match="slot 'rope_scaling' is closed"):
+        register("rope_scaling", "own")(nothing)

@@ -283,3 +283,11 @@ def test_an_int_stands_for_a_number_and_is_kept_as_one():
     config = ModelConfig.from_dict(data)
     assert config == ModelConfig.from_dict(plain())
     assert type(config.layers["main"].branches["attention"].block.rope.theta) is float
+
+
+def test_keys_that_are_no_strings_are_refused():
+    data = plain()
+    assert error_of(data | {"layers": {1: data["layers"]["main"]}}) == "layers: has the key 1; expected strings alone"
+    for branch in ({"slot": "mlp", "type": "gated_mlp", "intermediate_size": 8}, {}):
+        layer = data["layers"]["main"] | {1: branch}
+        assert error_of(data | {"layers": {"main": layer}}) == "layers.main.1: the key 1 is no string"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ligerformer.configs import ConfigError, ModelConfig
-from ligerformer.convert.config import config_from_hf
+from ligerformer.convert import config_from_hf
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},

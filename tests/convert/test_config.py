@@ -11,7 +11,8 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ligerformer.configs import ConfigError, ModelConfig
-from ligerformer.convert.config import config_from_hf, to_hf, translate
+from ligerformer.convert import config_from_hf
+from ligerformer.convert.config import to_hf, translate
 from ligerformer.convert.families import CannotExpress, family_of, gemma, llama, model_types, qwen
 from tests.convert.hf_configs import TINY, error_of, hf_configs, multimodal, new_dialect, tiny
 from tests.make_presets import PUBLISHED

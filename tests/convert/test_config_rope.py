@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoConfig
 
 from ligerformer.configs import LinearScaling, LongRopeScaling, YarnScaling
-from ligerformer.convert.config import config_from_hf, to_hf, translate
+from ligerformer.convert import config_from_hf
+from ligerformer.convert.config import to_hf, translate
 from tests.convert.hf_configs import attention_of, error_of, tiny
 
 

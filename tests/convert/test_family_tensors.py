@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ligerformer.convert.config import config_from_hf, to_hf, translate
+from ligerformer.convert import config_from_hf
+from ligerformer.convert.config import to_hf, translate
 from ligerformer.convert.families import family_of, model_types
 from tests.convert.hf_configs import TINY, error_of, multimodal, tiny
 from tests.make_presets import PUBLISHED

@@ -169,6 +169,27 @@ def test_an_interrupted_save_leaves_the_old_checkpoint_whole(tmp_path: Path, mon
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
+@pytest.mark.parametrize("error, raised", [(OSError("disk"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_what_cannot_be_moved_out_of_the_old_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "README.md").write_text("kept")
+    rename = write.os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if target.name == "README.md":
+            raise error
+        rename(source, target)
+
+    monkeypatch.setattr(write.os, "rename", failing)
+    with pytest.raises(raised) as caught, write.replacing(tmp_path / "m") as folder:
+        (folder / "config.json").write_text("{}")
+    (old,) = tmp_path.glob(".m.old-*")
+    assert str(old) in " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert (old / "README.md").read_text() == "kept" and (tmp_path / "m" / "config.json").is_file()
+
+
 @pytest.fixture
 def multimodal(tmp_path: Path) -> Path:
     """A tiny Gemma 3 that sees, as a folder."""

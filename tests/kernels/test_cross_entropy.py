@@ -230,3 +230,8 @@ def test_offsets_beyond_32_bits():
     gradient = torch.autograd.grad(losses.sum(), logits)[0]
     assert gradient[-1, 3].item() == pytest.approx(math.exp(5) / (2**16 + math.exp(5)) - 1, rel=1e-2)
     assert gradient[-1, -1].item() == pytest.approx(1 / (2**16 + math.exp(5)), rel=1e-2)
+
+
+def test_labels_on_another_device_are_refused_by_the_arguments_names():
+    with pytest.raises(ValueError, match="labels is on meta and logits on cpu"):
+        cross_entropy(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64, device="meta"))

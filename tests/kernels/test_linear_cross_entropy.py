@@ -372,3 +372,8 @@ def test_offsets_beyond_32_bits():
     parts = run("triton", hidden, weight, labels, chunk_bytes=2**28)
     for a, b in zip(whole, parts, strict=True):
         close(a, b.double(), 4)
+
+
+def test_labels_on_another_device_are_refused_by_the_arguments_names():
+    with pytest.raises(ValueError, match="labels is on meta and hidden on cpu"):
+        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64, device="meta"))
