@@ -243,7 +243,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, softcap: None, sinks: None, scale:
     if masks["document_ids"] is None:
         k, v, masks = _slice_keys(q, k, v, masks)
     if _needs_no_mask(q, k, masks):
-        return _call_sdpa(q, k, v, scale, is_causal=masks["causal"] and q.shape[1] > 1)
+        if q.shape[1] == 1:  # a group's heads as the queries of their key head: keys and values are read once a group
+            heads = q.reshape(q.shape[0], k.shape[2], -1, q.shape[3]).transpose(1, 2)
+            return _call_sdpa(heads, k, v, scale).transpose(1, 2).reshape(q.shape)
+        return _call_sdpa(q, k, v, scale, is_causal=masks["causal"])
     seen = _visible(q, k, **masks)
     k, v = _blank_unseen(seen, k, v)
     some = seen.any(-1, keepdim=True)  # (B or 1, Tq, 1)
