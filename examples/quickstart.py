@@ -39,7 +39,7 @@ CONFIG = dict(
     head=dict(type="lm_head"),
     init=dict(std=0.04),
 )
-BATCH, TOKENS = 16, 128
+BATCH, TOKENS = 8, 256
 PEAK_LR, WARMUP = 6e-3, 50
 
 
@@ -145,7 +145,8 @@ def main() -> None:
 
     prompt = "It is a truth universally acknowledged, that "
     ids = torch.tensor([list(prompt.encode())], device=device)
-    written = model.generate(ids, 400, temperature=0.7, top_p=0.95, seed=0)[0].tolist()
+    new = TOKENS - ids.shape[1]  # as far as the model has seen: RoPE does not carry on past the trained length by itself
+    written = model.generate(ids, new, temperature=0.7, top_p=0.95, seed=0)[0].tolist()
     print(f"\n{bytes(written).decode(errors='replace')}\n")
 
     print("what ran, and why:")
