@@ -102,7 +102,7 @@ def test_the_docs_have_no_table_for_what_does_not_exist() -> None:
     assert set(found) == {heading for heading, config in documented().items() if expected(config)} | {branch}
     assert set(found[branch]) == set(OWN_KEYS) and found[branch]["multiplier"] == expected(configs.BranchConfig)["multiplier"]
     every_class = {c for c in vars(configs).values() if isinstance(c, type) and issubclass(c, configs.Config)}
-    bases = {configs.Config, configs.BlockConfig, configs.ResidualConfig, configs.BranchConfig}
+    bases = {configs.Config, configs.BlockConfig, configs.NormConfig, configs.ResidualConfig, configs.BranchConfig}
     assert every_class - bases == set(documented().values())
 
 

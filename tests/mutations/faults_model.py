@@ -53,13 +53,13 @@ MODEL += table(
     ),
     (
         "model-positions-of-documents",
-        "index - starts.cummax(1).values",
-        "index + starts.cummax(1).values",
+        "torch.where(kept, count - first, 0)",
+        "torch.where(kept, count + first, 0)",
         ("blocks/test_decoder.py::test_helpers_of_documents",),
     ),
     (
         "model-padding-document",
-        "torch.where(attention_mask.bool(), inside, -1)",
+        "torch.where(attention_mask.bool(), inside, PADDING)",
         "torch.where(attention_mask.bool(), inside, 0)",
         _contract("attention", "isolation"),
     ),

@@ -63,7 +63,8 @@ def test_logits_and_gradients_no_further_from_float64(
         ratio = error(ours, lambda k, what=what: k.startswith(what)) / error(theirs, lambda k, what=what: k.startswith(what))
         print(f"{what} on {device}: {ratio:.3f} of transformers' error; rms {rms(exact['logits']):.3f}")
         assert ratio <= 1.5
-    assert abs(float(ours["loss"]) - float(exact["loss"])) < 1e-5
+    # the loss moves by no more than the logits of a token do
+    assert abs(float(ours["loss"]) - float(exact["loss"])) < 2 * rms(ours["logits"].cpu().double() - exact["logits"])
     assert 2.0 < float(exact["loss"]) < 5.0  # sane on English
 
 
