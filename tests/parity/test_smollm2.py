@@ -63,8 +63,9 @@ def test_logits_and_gradients_no_further_from_float64(
         ratio = error(ours, lambda k, what=what: k.startswith(what)) / error(theirs, lambda k, what=what: k.startswith(what))
         print(f"{what} on {device}: {ratio:.3f} of transformers' error; rms {rms(exact['logits']):.3f}")
         assert ratio <= 1.5
-    # the loss moves by no more than the logits of a token do
-    assert abs(float(ours["loss"]) - float(exact["loss"])) < 2 * rms(ours["logits"].cpu().double() - exact["logits"])
+    off, theirs_off = (abs(float(x["loss"]) - float(exact["loss"])) for x in (ours, theirs))  # a sum over the vocabulary in fp32
+    print(f"loss on {device}: off by {off:.2e}, transformers' by {theirs_off:.2e}")
+    assert off <= 1.5 * theirs_off + 1e-6
     assert 2.0 < float(exact["loss"]) < 5.0  # sane on English
 
 
