@@ -44,7 +44,8 @@ class SoftmaxAttention(nn.Module):
         return KVSpec(batch, capacity, config.num_kv_heads or config.num_heads, config.head_dim, dtype, config.window)
 
     def forward(self, x: Tensor, ctx: Context, shared: dict[str, Tensor]) -> Tensor:  # (B, T, C)
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv_proj(x))  # (B, T, H, D)
+        config = self.config
+        q, k, v = (part.view(*x.shape[:-1], -1, config.head_dim) for part in self.qkv_proj(x))  # (B, T, H, D)
         q, k = self._norm_and_rotate(q, k, ctx)
         mask = {"document_ids": ctx.document_ids}
         if ctx.cache is not None:
@@ -53,7 +54,6 @@ class SoftmaxAttention(nn.Module):
             mask |= {"key_document_ids": ctx.cache.key_document_ids(visible), "query_start": visible.query_start}
         elif self.q_norm is None and v.requires_grad:
             v = v.contiguous()  # rope keeps no input: with v out of it, the packed product is freed rather than saved whole
-        config = self.config
         y = kernels.attention(q, k, v, window=config.window, softcap=config.softcap, scale=config.softmax_scale, sinks=self.sinks, **mask)
         return self.o_proj(y.flatten(2))
 

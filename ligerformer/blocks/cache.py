@@ -73,9 +73,9 @@ class KVEntry:
             self.first_slot += self.end - kept
             self.end = kept
         start, self.end = self.end, self.end + new
-        self.keys[:, start : self.end] = k
-        self.values[:, start : self.end] = v
-        return Visible(self.keys[:, : self.end], self.values[:, : self.end], start, self.first_slot)
+        self.keys.narrow(1, start, new).copy_(k)
+        self.values.narrow(1, start, new).copy_(v)
+        return Visible(self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), start, self.first_slot)
 
     def _append_past_the_buffer(self, k: Tensor, v: Tensor, kept: int) -> Visible:
         """A long prompt sees itself in full; only its last ``window - 1`` tokens are stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,12 +36,11 @@ class Layer(nn.Module):
         self.post_norms = nn.ModuleDict({key: make(config.post_norm, model_config, layer_index) for key in keys})
 
     def forward(self, state: State, ctx: Context) -> State:
-        for j, keys in enumerate(self.sublayers):
-            norm = self.norms[j] if len(self.norms) else None
-            normed, state = self.sites[j].read(state, norm)
+        post_norms = dict(self.post_norms.items())
+        for keys, site, norm in itertools.zip_longest(self.sublayers, self.sites, self.norms):  # norm: None where the layer has none
+            normed, state = site.read(state, norm)
             ys, shared = self._branches(keys, normed, ctx, state.shared)
-            post_norms = [self.post_norms[key] if key in self.post_norms else None for key in keys]  # noqa: SIM401 (ModuleDict has no get)
-            state = self.sites[j].write(state, ys, post_norms, shared)
+            state = site.write(state, ys, [post_norms.get(key) for key in keys], shared)
         return state
 
     def _branches(

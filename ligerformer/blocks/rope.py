@@ -107,18 +107,18 @@ def _frequencies(config: RopeConfig, dim: int) -> Frequencies:
 class Rope(FixedBuffers):
     """Tables of one rope config for heads of ``head_dim``: ``forward(positions)`` gives fp32 cos and sin, scaling folded in.
 
-    ``key`` tells distinct ropes apart: (config, number of rotated dimensions).
+    ``key`` tells distinct ropes apart, by config and number of rotated dimensions.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         super().__init__()
         self.config, self.dim = config, config.rotary_dim(head_dim)
-        self.key: tuple[RopeConfig, int] = (config, self.dim)
-        self.factor = _frequencies(*self.key)[2]
+        self.key = f"{self.dim} of {config}"  # text: its hash is kept, a config's is made anew each time
+        self.factor = _frequencies(config, self.dim)[2]
         self.register_fixed()
 
     def fixed(self) -> dict[str, Tensor]:
-        inside, past, _ = _frequencies(*self.key)
+        inside, past, _ = _frequencies(self.config, self.dim)
         return {"inv_freq": inside, "inv_freq_long": past}
 
     @torch.no_grad()

@@ -57,13 +57,14 @@ class Context:
     positions: Tensor
     document_ids: Tensor | None = None
     cache: Cache | None = None
-    tables: dict[Any, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+    tables: dict[str, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
     def rope(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """cos and sin (1 or B, T, R/2) in fp32 of a rope, computed once a forward for each distinct rope config."""
-        if rope.key not in self.tables:
-            self.tables[rope.key] = rope(self.positions)
-        return self.tables[rope.key]
+        tables = self.tables.get(rope.key)
+        if tables is None:
+            tables = self.tables[rope.key] = rope(self.positions)
+        return tables
 
 
 def documents_of(

@@ -244,8 +244,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, softcap: None, sinks: None, scale:
         k, v, masks = _slice_keys(q, k, v, masks)
     if _needs_no_mask(q, k, masks):
         if q.shape[1] == 1:  # a group's heads as the queries of their key head: keys and values are read once a group
-            heads = q.reshape(q.shape[0], k.shape[2], -1, q.shape[3]).transpose(1, 2)
-            return _call_sdpa(heads, k, v, scale).transpose(1, 2).reshape(q.shape)
+            heads = q.reshape(q.shape[0], k.shape[2], -1, q.shape[3])  # (B, H_kv, G, D)
+            return scaled_dot_product_attention(heads, k.transpose(1, 2), v.transpose(1, 2), scale=scale).reshape(q.shape)
         return _call_sdpa(q, k, v, scale, is_causal=masks["causal"])
     seen = _visible(q, k, **masks)
     k, v = _blank_unseen(seen, k, v)

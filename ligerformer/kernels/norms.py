@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,8 +33,9 @@ _WHY = "tensors on a device that Triton serves"
 
 
 def _rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: Casting) -> Tensor:
-    inputs = (x.dtype,) if weight is None else (x.dtype, weight.dtype)
-    compute = torch.float64 if torch.float64 in inputs else torch.float32
+    if x.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == x.dtype):  # nothing is rounded in between
+        return F.rms_norm(x, x.shape[-1:], weight if weight is None or offset == 0 else weight + offset, eps)
+    compute = torch.float64 if weight is not None and torch.float64 in (x.dtype, weight.dtype) else torch.float32
     wide = x.to(compute)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:

@@ -28,15 +28,17 @@ _WHY = "tensors on a device that Triton serves"
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` (B, T, H, D) rotated by ``cos``, ``sin`` (1 or B, T, R/2)."""
-    half = cos.shape[-1]
-    cos, sin = cos.to(x.dtype).unsqueeze(2), sin.to(x.dtype).unsqueeze(2)
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    parts = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(parts if rest.shape[-1] == 0 else (*parts, rest), dim=-1)
+    """``x`` (B, T, H, D) rotated by ``cos`` and ``sin`` (1 or B, T, 1, R), whose halves repeat, the first of sin negated."""
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        first, rest = x.split((rotated, x.shape[-1] - rotated), dim=-1)
+        return torch.cat((_rotate_reference(first, cos, sin), rest), dim=-1)
+    return x * cos + x.roll(rotated // 2, -1) * sin
 
 
 def _rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos = torch.cat((cos, cos), dim=-1).to(q.dtype).unsqueeze(2)
+    sin = torch.cat((-sin, sin), dim=-1).to(q.dtype).unsqueeze(2)
     return _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
 
 
