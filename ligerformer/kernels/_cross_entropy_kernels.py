@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from ._triton import launch, on_device, tl, triton
+from ._triton import cdiv, launch, next_power_of_2, on_device, tl, triton
 from .dispatch import ran
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -261,7 +261,7 @@ def _scale_kernel(x, scale, out, count, BLOCK: tl.constexpr):
 
 def _blocks(num_classes: int, smoothed: bool) -> dict[str, int]:
     """Launch constants: 16 columns a thread, 8 where smoothing keeps a second sum a column (16 would spill registers)."""
-    block = min(2048 if smoothed else 4096, max(32, triton.next_power_of_2(num_classes)))
+    block = min(2048 if smoothed else 4096, max(32, next_power_of_2(num_classes)))
     return {"BLOCK": block, "STAGES": 1, "num_warps": 8 if block >= 2048 else 4 if block >= 512 else 1}
 
 
@@ -320,7 +320,7 @@ def launch_in_place(
 def launch_scale(x: Tensor, scale: Tensor, out: Tensor) -> None:
     """``out = scale * x`` for contiguous tensors and a 0-d fp32 ``scale``, rounded once."""
     with on_device(x):
-        launch(_scale_kernel, (triton.cdiv(x.numel(), 4096),), x, scale, out, x.numel(), BLOCK=4096, num_warps=8)
+        launch(_scale_kernel, (cdiv(x.numel(), 4096),), x, scale, out, x.numel(), BLOCK=4096, num_warps=8)
 
 
 def _forward(

@@ -37,7 +37,32 @@ except ImportError:  # no Triton on this platform: the reference serves every ca
 HAS_TRITON = isinstance(getattr(triton, "__version__", None), str)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "DeviceInfo", "device_info", "launch", "observe_launches", "on_device", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "DeviceInfo",
+    "cdiv",
+    "device_info",
+    "launch",
+    "next_power_of_2",
+    "observe_launches",
+    "on_device",
+    "tl",
+    "triton",
+]
+
+
+# On the host: Triton's own are made to be called in kernels too, and take microseconds.
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -95,14 +120,37 @@ def observe_launches(observer: Callable[[Any, tuple[int, ...], tuple[Any, ...], 
         _observer = before
 
 
+# What was launched before: (kernel, device, constants, specialisation of each argument) -> (compiled kernel, its constant arguments).
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Launch ``kernel`` on a 1-D (or wider) ``grid`` of programs; nothing is launched for an empty grid.
 
-    ``meta`` holds the kernel's constexpr arguments by name, and num_warps / num_stages.
+    ``meta`` holds the kernel's constexpr arguments by name, in its order, and num_warps / num_stages. A launch like one before goes
+    straight to the compiled kernel, at half the host time.
     """
     if 0 in grid:
         return
     if _observer is not None:
         _observer(kernel, grid, args, meta)
         return
-    kernel[grid](*args, **meta)
+    if INTERPRETED or torch.version.hip:  # (AMD kernels are specialised by the size of tensors too)
+        kernel[grid](*args, **meta)
+        return
+    key = (kernel, torch.cuda.current_device(), tuple(meta), *meta.values(), *map(_specialisation, args))
+    known = _compiled.get(key)
+    if known is None:
+        constants = tuple(meta[name] for name in kernel.arg_names[len(args) :])
+        _compiled[key] = kernel[grid](*args, **meta), constants
+    else:
+        known[0][(*grid, 1, 1)[:3]](*args, *known[1])
+
+
+def _specialisation(x: Any) -> Any:
+    """What a compiled kernel may assume of an argument: at least as fine as Triton's own distinctions."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if x.__class__ is int:
+        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
+    return x.__class__

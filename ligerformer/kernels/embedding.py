@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import checks, dispatch, library
-from ._triton import launch, on_device, tl, triton
+from ._triton import cdiv, launch, next_power_of_2, on_device, tl, triton
 
 _WHY = "tensors on a device that Triton serves"
 
@@ -98,7 +98,7 @@ _FORWARD_BLOCK, _BACKWARD_BLOCK, _BACKWARD_ROWS = 2048, 256, 16
 
 
 def _block(hidden_size: int, largest: int) -> int:
-    return min(largest, max(16, triton.next_power_of_2(hidden_size)))
+    return min(largest, max(16, next_power_of_2(hidden_size)))
 
 
 def _forward(ids: Tensor, weight: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def _forward(ids: Tensor, weight: Tensor) -> Tensor:
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     vocab_size, hidden_size = weight.shape
     block = _block(hidden_size, _FORWARD_BLOCK)
-    grid = (ids.numel() * triton.cdiv(hidden_size, block),)
+    grid = (ids.numel() * cdiv(hidden_size, block),)
     with on_device(weight):
         launch(_embedding_forward_kernel, grid, ids, weight, out, vocab_size, hidden_size, weight.stride(0), BLOCK=block, num_warps=4)
     return out
@@ -126,7 +126,7 @@ def _backward(grad: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
     block = _block(hidden_size, _BACKWARD_BLOCK)
-    grid = (ids.numel() * triton.cdiv(hidden_size, block),)
+    grid = (ids.numel() * cdiv(hidden_size, block),)
     with on_device(grad):
         launch(
             _embedding_backward_kernel,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import checks, dispatch, library
-from ._triton import launch, on_device, tl, triton
+from ._triton import cdiv, launch, next_power_of_2, on_device, tl, triton
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Approximate = Literal["tanh", "none"]
@@ -145,12 +145,12 @@ _BLOCK, _NUM_WARPS = 2048, 4
 
 
 def _meta(width: int) -> dict[str, int]:
-    block = min(_BLOCK, max(64, triton.next_power_of_2(width)))
+    block = min(_BLOCK, max(64, next_power_of_2(width)))
     return {"BLOCK": block, "num_warps": max(1, _NUM_WARPS * block // _BLOCK)}
 
 
 def _grid(rows: Tensor, meta: dict[str, int]) -> tuple[int]:
-    return (rows.shape[0] * triton.cdiv(rows.shape[1], meta["BLOCK"]),)
+    return (rows.shape[0] * cdiv(rows.shape[1], meta["BLOCK"]),)
 
 
 def _as_rows(x: Tensor) -> Tensor:

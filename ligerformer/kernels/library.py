@@ -1,7 +1,8 @@
 """Triton ops as torch.library operators: opaque to torch.compile, cheap on the host.
 
 ``define`` registers one operator (no autograd: the ``torch.autograd.Function`` of an op stays outside and calls forward and
-backward operators; measured, that is the cheapest combination that torch.compile can trace).
+backward operators; measured, that is the cheapest combination that torch.compile can trace). A call with plain tensors that nothing
+traces or watches goes to the implementation at once, past torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+# What is passed on as it is; anything else (a tensor of another class, a list) goes through the dispatcher.
+_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 _LIBRARY = torch.library.Library("ligerformer", "DEF")
 
 
@@ -25,4 +28,11 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> C
     _LIBRARY.impl(name, impl, "CUDA")
     _LIBRARY.impl(name, impl, "CPU")
     torch.library.register_fake(f"ligerformer::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.ligerformer, name).default
+    operator = getattr(torch.ops.ligerformer, name).default
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, args)):
+            return operator(*args)
+        return impl(*args)
+
+    return call

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import library
-from ._triton import device_info, launch, on_device, triton
+from ._triton import cdiv, device_info, launch, on_device
 from .checks import has_shape, is_tensor, one_of, same_device
 from .dispatch import Op, ran
 from .mhc_coefficients_triton import (
@@ -121,10 +121,10 @@ def _project(x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
     columns = phi.shape[1]
     sizes = _project_sizes(x, columns)
     block_tokens, block_columns = (16 if tokens <= 512 else 64), sizes["BLOCK_COLUMNS"]
-    token_blocks, steps = triton.cdiv(tokens, block_tokens), n * triton.cdiv(hidden_size, block_columns)
-    wanted = triton.cdiv(2 * device_info(x.device).num_sms, max(token_blocks, 1))  # splits that fill the device twice
-    steps_per_split = max(triton.cdiv(steps, wanted), min(steps, 4))
-    splits = triton.cdiv(steps, steps_per_split)
+    token_blocks, steps = cdiv(tokens, block_tokens), n * cdiv(hidden_size, block_columns)
+    wanted = cdiv(2 * device_info(x.device).num_sms, max(token_blocks, 1))  # splits that fill the device twice
+    steps_per_split = max(cdiv(steps, wanted), min(steps, 4))
+    splits = cdiv(steps, steps_per_split)
     product = torch.empty(splits, tokens, columns, dtype=torch.float32, device=x.device)
     squares = torch.empty(splits, tokens, dtype=torch.float32, device=x.device)
     args = (x, phi, product, squares, tokens, hidden_size, x.stride(0), x.stride(1), steps_per_split)
@@ -170,7 +170,7 @@ def _forward_impl(
         product, squares = _project(x, phi)
         sizes = _finish_sizes(n, columns, iterations, sinkhorn_eps, in_out)
         numbers = (tokens, product.shape[0], n * hidden_size, eps, pre_eps, sinkhorn_eps)
-        grid = (triton.cdiv(tokens, sizes["BLOCK_TOKENS"]),)
+        grid = (cdiv(tokens, sizes["BLOCK_TOKENS"]),)
         launch(_mhc_finish_forward_kernel, grid, product, squares, bias, alpha, *outputs, *numbers, SAVE=save, **sizes)
     return outputs
 
@@ -190,10 +190,10 @@ def _project_backward(
     columns = phi.shape[1]
     sizes = _project_sizes(x, columns)
     block_tokens, block_columns = 32, sizes["BLOCK_COLUMNS"]
-    column_blocks = n * triton.cdiv(hidden_size, block_columns)
-    wanted = triton.cdiv(4 * device_info(x.device).num_sms, column_blocks)  # splits of the tokens that fill the device four times
-    tokens_per_split = block_tokens * max(triton.cdiv(tokens, block_tokens * wanted), 1)
-    splits = triton.cdiv(tokens, tokens_per_split)
+    column_blocks = n * cdiv(hidden_size, block_columns)
+    wanted = cdiv(4 * device_info(x.device).num_sms, column_blocks)  # splits of the tokens that fill the device four times
+    tokens_per_split = block_tokens * max(cdiv(tokens, block_tokens * wanted), 1)
+    splits = cdiv(tokens, tokens_per_split)
     dx = torch.empty(tokens, n, hidden_size, dtype=x.dtype, device=x.device) if need_x else None
     dphi = torch.empty(splits, n * hidden_size, columns, dtype=torch.float32, device=x.device) if need_phi else None
     args = (dproduct, radial, x, phi, dx, dphi, tokens, hidden_size, x.stride(0), x.stride(1), tokens_per_split)
@@ -214,7 +214,7 @@ def _backward_impl(
     tokens, n, hidden_size = x.shape
     ran("mhc_coefficients" if columns != n else "mhc_pre", "backward", "triton", _WHY)
     sizes = _finish_sizes(n, columns, iterations, sinkhorn_eps, in_out)
-    programs = triton.cdiv(tokens, sizes["BLOCK_TOKENS"])
+    programs = cdiv(tokens, sizes["BLOCK_TOKENS"])
     sums, dproduct, radial, partial = (
         torch.empty(shape, dtype=torch.float32, device=x.device)
         for shape in ((tokens, 2 * (iterations - 1), n), (tokens, columns), (tokens,), (programs, 2, columns))

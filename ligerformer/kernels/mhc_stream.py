@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import library
-from ._triton import launch, on_device, tl, triton
+from ._triton import cdiv, launch, next_power_of_2, on_device, tl, triton
 from .checks import has_shape, is_tensor, same_device
 from .dispatch import Op, ran
 from .mhc_coefficients import MAX_STREAMS, _wide, float64_input, tokens_first
@@ -193,8 +193,8 @@ _WHY = "tensors on a device that Triton serves"
 def _sizes(x: Tensor, hidden_size: int) -> dict[str, int]:
     """Constants of the kernels: 16-byte loads; a thread holds all streams of its columns, so that sums over streams need no exchange."""
     n, per_thread = x.shape[1], 16 // x.element_size()
-    num_warps = min(max(triton.next_power_of_2(hidden_size) // (32 * per_thread), 1), 4)
-    return {"N": n, "PADDED_N": triton.next_power_of_2(n), "BLOCK": 32 * per_thread * num_warps, "num_warps": num_warps}
+    num_warps = min(max(next_power_of_2(hidden_size) // (32 * per_thread), 1), 4)
+    return {"N": n, "PADDED_N": next_power_of_2(n), "BLOCK": 32 * per_thread * num_warps, "num_warps": num_warps}
 
 
 def _read_forward_impl(x: Tensor, pre: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def _read_forward_impl(x: Tensor, pre: Tensor) -> Tensor:
     ran("mhc_read", "forward", "triton", _WHY)
     sizes = _sizes(x, hidden_size)
     with on_device(x):
-        grid = (tokens * triton.cdiv(hidden_size, sizes["BLOCK"]),)
+        grid = (tokens * cdiv(hidden_size, sizes["BLOCK"]),)
         launch(_mhc_read_forward_kernel, grid, x, pre, out, hidden_size, x.stride(0), x.stride(1), **sizes)
     return out
 
@@ -236,7 +236,7 @@ def _write_forward_impl(x: Tensor, y: Tensor, post: Tensor, mix: Tensor) -> Tens
     ran("mhc_write", "forward", "triton", _WHY)
     sizes = _sizes(x, hidden_size)
     with on_device(x):
-        grid = (tokens * triton.cdiv(hidden_size, sizes["BLOCK"]),)
+        grid = (tokens * cdiv(hidden_size, sizes["BLOCK"]),)
         args = (x, y, post, mix, out, hidden_size, x.stride(0), x.stride(1), y.stride(0))
         launch(_mhc_write_forward_kernel, grid, *args, **sizes)
     return out

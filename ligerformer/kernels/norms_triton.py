@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._triton import DeviceInfo, device_info, launch, on_device, tl, triton
+from ._triton import DeviceInfo, cdiv, device_info, launch, next_power_of_2, on_device, tl, triton
 
 
 @triton.jit
@@ -229,7 +229,7 @@ PREFETCH = 48 * 1024  # bytes: a backward program fetches its next tile ahead, i
 
 def _tile(width: int, device: DeviceInfo) -> dict[str, int]:
     """Rows a program takes at a time, and its warps."""
-    block_columns = triton.next_power_of_2(width)
+    block_columns = next_power_of_2(width)
     block_rows = max(1, TILE // block_columns)
     threads = min(512, block_rows * block_columns // ELEMENTS_PER_THREAD)
     return {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": threads // device.warp_size}
@@ -271,7 +271,7 @@ def launch_forward(
             launch(_rms_norm_wide_forward_kernel, (rows,), *tensors, *scalars, **meta, **WIDE_ROW)
         else:
             tile = _tile(width, device_info(x.device))
-            launch(_rms_norm_forward_kernel, (triton.cdiv(rows, tile["BLOCK_ROWS"]),), *tensors, rows, *scalars, **meta, **tile)
+            launch(_rms_norm_forward_kernel, (cdiv(rows, tile["BLOCK_ROWS"]),), *tensors, rows, *scalars, **meta, **tile)
 
 
 def launch_backward(
@@ -299,7 +299,7 @@ def launch_backward(
             tile = _tile(width, device)
             fetched = tile["BLOCK_ROWS"] * tile["BLOCK_COLUMNS"] * sum(t.element_size() for t in (dy, dsum, x) if t is not None)
             programs_per_sm = max(1, THREADS_PER_SM // (tile["num_warps"] * device.warp_size))
-            programs = min(triton.cdiv(rows, tile["BLOCK_ROWS"]), device.num_sms * programs_per_sm)
+            programs = min(cdiv(rows, tile["BLOCK_ROWS"]), device.num_sms * programs_per_sm)
             if want_dweight:
                 partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
             arguments = (dy, dsum, x, weight, rstd, dx, partial, rows, *strides, offset)
@@ -309,8 +309,8 @@ def launch_backward(
             if dx is not None:
                 launch(_rms_norm_wide_dx_kernel, (rows,), dy, dsum, x, weight, rstd, dx, *strides, offset, WIDTH=width, **WIDE_ROW)
             if want_dweight:
-                blocks = triton.cdiv(width, WIDE_DWEIGHT["BLOCK_COLUMNS"])
-                splits = min(triton.cdiv(rows, WIDE_DWEIGHT["BLOCK_ROWS"]), max(1, 8 * device.num_sms // blocks))
+                blocks = cdiv(width, WIDE_DWEIGHT["BLOCK_COLUMNS"])
+                splits = min(cdiv(rows, WIDE_DWEIGHT["BLOCK_ROWS"]), max(1, 8 * device.num_sms // blocks))
                 partial = torch.empty(splits, width, dtype=torch.float32, device=x.device)
                 arguments = (dy, x, rstd, partial, rows, dy.stride(0), x.stride(0))
                 launch(_rms_norm_wide_dweight_kernel, (blocks * splits,), *arguments, WIDTH=width, **WIDE_DWEIGHT)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import checks, dispatch, library
-from ._triton import launch, on_device, tl, triton
+from ._triton import launch, next_power_of_2, on_device, tl, triton
 from .norms import fp64_among
 
 _WHY = "tensors on a device that Triton serves"
@@ -219,9 +219,9 @@ ELEMENTS_PER_THREAD = 16
 def head_layout(q: Tensor, k: Tensor, half: int) -> dict[str, int]:
     """The constants of a kernel over the heads of one token, and its warps; 0 heads stand for absent queries or keys."""
     head_dim = q.shape[3]
-    block_half = triton.next_power_of_2(half)
+    block_half = next_power_of_2(half)
     most = max(1, TILE // block_half)
-    q_block, k_block = (min(most, triton.next_power_of_2(max(1, x.shape[2]))) for x in (q, k))
+    q_block, k_block = (min(most, next_power_of_2(max(1, x.shape[2]))) for x in (q, k))
     return {
         "Q_HEADS": q.shape[2],
         "K_HEADS": k.shape[2],
@@ -230,7 +230,7 @@ def head_layout(q: Tensor, k: Tensor, half: int) -> dict[str, int]:
         "Q_BLOCK_HEADS": q_block,
         "K_BLOCK_HEADS": k_block,
         "BLOCK_HALF": block_half,
-        "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        "BLOCK_REST": next_power_of_2(max(1, head_dim - 2 * half)),
         "num_warps": min(8, max(1, max(q_block, k_block) * block_half // (32 * ELEMENTS_PER_THREAD))),
     }
 
