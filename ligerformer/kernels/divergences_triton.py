@@ -1,7 +1,7 @@
 """The Triton kernels of the divergences. See divergences.py for the formulas, and for which gradient is made when.
 
 One kernel serves forward and backward: a program walks a part of one row, and writes the part's sum, gradients, or both. Masked
-columns and ignored rows load values whose terms are zero (0, or -inf where logarithms are read). All arithmetic is fp32.
+columns and ignored rows load values whose terms are zero (-inf for "kl_log", else 0). All arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ from ._triton import device_info, launch, on_device, tl, triton
 from .dispatch import ran
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # the logarithm of 0, and finite: -inf less -inf is no number
 WHY = "tensors on a device and of a dtype that Triton serves"
 
 
 @triton.jit
 def _jsd_terms(x, y, beta):
-    """Of each element: the terms of x and of y, which are the derivatives too. All in differences to the greater of the two.
-
-    ``log m - max(x, y)`` is the log of 1 - u: near 0 by its series, for a student close to its teacher lives in its last digits.
-    """
-    distance = tl.where(x == y, 0.0, tl.abs(x - y))  # two -inf are as far apart as equals
+    """Of each element: the terms of x and of y, which are the derivatives too; all in differences to the greater of the two."""
+    x = tl.maximum(x, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    y = tl.maximum(y, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    distance = tl.abs(x - y)
     ratio = tl.exp2(-distance * LOG2E)  # the lesser probability over the greater
     x_leads = x >= y
     lesser_share = tl.where(x_leads, beta, 1.0 - beta)
-    greater_share = tl.where(x_leads, 1.0 - beta, beta)
-    series = 1.0 - distance * (1 / 3) * (1.0 - distance * 0.25 * (1.0 - distance * 0.2 * (1.0 - distance * (1 / 6))))
-    gap = tl.where(distance < 0.25, distance * (1.0 - distance * 0.5 * series), 1.0 - ratio)
-    u = lesser_share * gap
-    s = u / (2.0 - u)  # log(1 - u) = -2 atanh(s)
-    near = -2.0 * s * (1.0 + s * s * (1 / 3 + s * s * (1 / 5 + s * s * (1 / 7 + s * s * (1 / 9)))))
-    log_mixture = tl.where(u < 0.25, near, tl.log(greater_share + lesser_share * ratio))
+    greater_share = tl.where(x_leads, 1.0 - beta, beta)  # no difference of 1: it may be tiny, and must not be 0
+    # log(mixture / greater), where u is 1 less the quotient: a student close to its teacher lives in the digits that 1 - u rounds away.
+    series = distance * (1.0 - distance * (0.5 - distance * (1 / 6 - distance * (1 / 24))))
+    u = lesser_share * tl.where(distance < 0.0625, series, 1.0 - ratio)
+    quotient = greater_share + lesser_share * ratio
+    log_quotient = tl.log(quotient) + ((1.0 - quotient) - u)
     greater = tl.exp2(tl.maximum(x, y) * LOG2E)
-    of_greater = -greater_share * greater * log_mixture
-    of_lesser = tl.where(ratio == 0.0, 0.0, -lesser_share * greater * ratio * (distance + log_mixture))
+    of_greater = -greater_share * greater * log_quotient
+    of_lesser = -lesser_share * greater * ratio * (distance + log_quotient)
     return tl.where(x_leads, of_greater, of_lesser), tl.where(x_leads, of_lesser, of_greater)
 
 
@@ -90,7 +89,7 @@ def _divergence_kernel(
     row = (tl.program_id(0) // splits).to(tl.int64)
     first = (tl.program_id(0) % splits) * blocks_per_split * BLOCK
     end = tl.minimum(first + blocks_per_split * BLOCK, num_columns)
-    neutral: tl.constexpr = float("-inf") if KIND == "jsd" or KIND == "kl_log" else 0.0
+    neutral: tl.constexpr = float("-inf") if KIND == "kl_log" else 0.0
     kept = True
     if labels_ptr is not None:
         kept = tl.load(labels_ptr + row) != ignore_index

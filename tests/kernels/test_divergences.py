@@ -87,6 +87,13 @@ def test_tvd_by_hand():
     assert loss.item() == 0.25 and dp.tolist() == [[0.5, -0.5, 0.0]] and dq.tolist() == [[-0.5, 0.5, 0.0]]
 
 
+def test_tvd_of_equals_has_no_gradient(device):
+    x = torch.full((2, 40), 0.025, device=device, requires_grad=True)
+    with kernels.use("triton"):
+        loss, dx, dy = results(tvd, x, x.detach().clone().requires_grad_())
+    assert loss.item() == 0.0 and dx.count_nonzero() == 0 and dy.count_nonzero() == 0
+
+
 FUNCTIONS = {
     "kl": ((True, False), lambda x, y, reduction: kl_div(x, y, reduction=reduction)),
     "kl_log": ((True, True), lambda x, y, reduction: kl_div(x, y, reduction=reduction, log_target=True)),
@@ -153,7 +160,7 @@ def test_positive_probability_against_zero_is_infinite(mode, device):
         assert jsd(x, y, beta=0.0).item() == INF and jsd(y, x, beta=1.0).item() == INF
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [*BETAS, 1e-9])
 def test_peaked_distributions_are_finite(beta, device):
     """Log-probabilities down to -1e4, and a mixture that would underflow: what exp(m) alone would turn into log 0."""
     x, y = draw(3, 97, dtype=torch.float32, device=device, std=3e3)
@@ -162,6 +169,17 @@ def test_peaked_distributions_are_finite(beta, device):
     assert all(torch.isfinite(t).all() for t in actual)
     with kernels.use("reference"):
         assert_close(actual, oracle(lambda x, y: jsd(x, y, beta=beta), x, y), 8)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("side", [0, 1])
+def test_nan_is_not_hidden(name, side, device):
+    logs, function = FUNCTIONS[name]
+    inputs = [t.detach() for t in draw(3, 33, logs=logs, dtype=torch.float32, device=device)]
+    inputs[side][1, 32] = math.nan
+    with kernels.use("triton"):
+        losses = function(*inputs, "none").reshape(3, -1).sum(1)
+    assert losses.isnan().tolist() == [False, True, False]
 
 
 def test_close_distributions_keep_their_digits(device):
