@@ -54,8 +54,10 @@ def _jsd_terms(x: Tensor, y: Tensor, beta: float) -> Tensor:
     if beta == 1.0:
         return _kl_terms(y, x, True)
     x, y = x.clamp(min=_LOWEST), y.clamp(min=_LOWEST)
-    log_mixture = torch.logaddexp(y - x + math.log(beta), (x - x) + math.log1p(-beta))  # less x
-    return beta * y.exp() * (y - x - log_mixture) - (1.0 - beta) * x.exp() * log_mixture
+    log_p, log_q = x.new_full((), math.log(beta)), x.new_full((), math.log1p(-beta))
+    of_x = torch.logaddexp(log_p + (y - x), log_q)  # log m - x, each by its own difference: neither loses the other's digits
+    of_y = torch.logaddexp(log_q + (x - y), log_p)
+    return -beta * y.exp() * of_y - (1.0 - beta) * x.exp() * of_x
 
 
 def _terms(kind: str, x: Tensor, y: Tensor, beta: float) -> Tensor:
@@ -254,7 +256,7 @@ def jsd(
 
     For 0 < beta < 1, with the mixture ``m = beta * P + (1 - beta) * Q``, a row's divergence is
     ``beta * KL(P || m) + (1 - beta) * KL(Q || m)``. At the ends, where that is 0, the common convention holds: ``beta=0`` is the forward
-    KL(P || Q) and ``beta=1`` the reverse KL(Q || P). (GKD, arXiv:2306.13649; Liger and TRL agree, ends included, so their losses carry over.)
+    KL(P || Q) and ``beta=1`` the reverse KL(Q || P). (GKD, arXiv:2306.13649; Liger-Kernel 0.8.5 has the same, ends and mean included, so a loss carries over.)
 
     Args:
         log_probs: (..., V), log-probabilities of the student, any floating dtype. -inf is probability 0.
