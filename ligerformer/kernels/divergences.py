@@ -256,7 +256,8 @@ def jsd(
 
     For 0 < beta < 1, with the mixture ``m = beta * P + (1 - beta) * Q``, a row's divergence is
     ``beta * KL(P || m) + (1 - beta) * KL(Q || m)``. At the ends, where that is 0, the common convention holds: ``beta=0`` is the forward
-    KL(P || Q) and ``beta=1`` the reverse KL(Q || P). (GKD, arXiv:2306.13649; Liger-Kernel 0.8.5 has the same, ends and mean included, so a loss carries over.)
+    KL(P || Q) and ``beta=1`` the reverse KL(Q || P). (GKD, arXiv:2306.13649; Liger-Kernel 0.8.5
+    has the same, ends and mean included, so a loss carries over.)
 
     Args:
         log_probs: (..., V), log-probabilities of the student, any floating dtype. -inf is probability 0.
