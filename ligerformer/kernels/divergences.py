@@ -219,8 +219,8 @@ def kl_div(
 ) -> Tensor:
     """Kullback-Leibler divergence KL(target || exp(log_probs)), as ``torch.nn.functional.kl_div`` defines it.
 
-    Each element gives ``target * (log(target) - log_probs)``, or ``exp(target) * (target - log_probs)`` with ``log_target``. An element whose
-    target has probability 0 (target 0, or -inf as a logarithm) gives 0 and gradients of 0, whatever the log-probability; one of
+    Each element gives ``target * (log(target) - log_probs)``, or ``exp(target) * (target - log_probs)`` with ``log_target``. An element
+    whose target has probability 0 (target 0, or -inf as a logarithm) gives 0 and gradients of 0, whatever the log-probability; one of
     positive probability against a log-probability of -inf gives inf.
 
     Args:
@@ -230,8 +230,8 @@ def kl_div(
         log_target: whether target holds logarithms.
 
     Returns:
-        A scalar, or the elements with ``reduction="none"``; fp32 (fp64 where an input is), 0 where there are no rows. Both inputs get gradients
-        where they require them. For rows that a label excludes from the mean, :func:`jsd` with ``beta=0`` is this divergence.
+        A scalar, or the elements with ``reduction="none"``; fp32 (fp64 where an input is), 0 where there are no rows. Both inputs
+        get gradients where they require them. For rows that a label excludes from the mean, :func:`jsd` with ``beta=0`` is this divergence.
 
     Raises:
         TypeError, ValueError: wrong dtypes, shapes, devices or options.
