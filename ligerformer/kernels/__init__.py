@@ -3,6 +3,7 @@
 from .attention import attention
 from .cross_entropy import cross_entropy
 from .dispatch import OPS, explain, use
+from .divergences import jsd, kl_div, tvd
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
 from .linear_cross_entropy import linear_cross_entropy
@@ -21,6 +22,8 @@ __all__ = [
     "explain",
     "geglu",
     "geglu_packed",
+    "jsd",
+    "kl_div",
     "linear_cross_entropy",
     "mhc_coefficients",
     "mhc_pre",
@@ -31,5 +34,6 @@ __all__ = [
     "rope",
     "swiglu",
     "swiglu_packed",
+    "tvd",
     "use",
 ]

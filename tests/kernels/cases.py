@@ -558,3 +558,52 @@ CASES += [
     )
     for n in (3, 4)
 ]
+
+# ---- divergences: kl_div, jsd, tvd ----
+
+
+def _divergence(
+    num_classes: int, logs: tuple[bool, bool], *, labels: bool = False, **options: Any
+) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Two distributions, each as probabilities or as their logarithms."""
+
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        logits = [draw.normal(rows, num_classes, std=2.0) for _ in logs]
+        args = tuple(x.log_softmax(-1) if log else x.softmax(-1) for x, log in zip(logits, logs, strict=True))
+        return args, {**options, **({"labels": _labels(draw, rows, num_classes)} if labels else {})}
+
+    return make
+
+
+def _eager_kl_div(log_probs: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return torch.nn.functional.kl_div(log_probs.float(), target.float(), reduction="batchmean", **options)
+
+
+_WRONG_DIVERGENCE = (
+    Wrong("target-shape", lambda args, kwargs: args.__setitem__(1, args[1][..., :-1]), ValueError, "target.* has shape"),
+    Wrong("target-dtype", lambda args, kwargs: args.__setitem__(1, args[1].long()), TypeError, "target.* has dtype int64"),
+    Wrong("no classes", lambda args, kwargs: args.__setitem__(slice(0, 2), [x[:, :0] for x in args]), ValueError, "V >= 1"),
+    Wrong("reduction", _set(reduction="average"), ValueError, "reduction is 'average'"),
+)
+_WRONG_ROW_DIVERGENCE = (
+    *_WRONG_DIVERGENCE,
+    Wrong("label-shape", lambda args, kwargs: kwargs.update(labels=kwargs["labels"][None]), ValueError, "labels has shape"),
+    Wrong("label-dtype", lambda args, kwargs: kwargs.update(labels=kwargs["labels"].float()), TypeError, "labels has dtype float32"),
+)
+_LOGS, _PROBS, _LARGE = (True, True), (False, False), 128_256
+# 8 ulps: the rounding of a log-probability times log2(e) grows with its size, and becomes an error of the probability.
+CASES += [
+    Case("kl_div", _divergence(53, (True, False)), "", ulps=8.0, wrong=_WRONG_DIVERGENCE, eager=_eager_kl_div,
+         large=_divergence(_LARGE, (True, False))),
+    Case("kl_div", _divergence(53, _LOGS, log_target=True, reduction="none"), "log-none", ulps=8.0,
+         large=_divergence(_LARGE, _LOGS, log_target=True)),
+    Case("kl_div", _divergence(53, (True, False), reduction="mean"), "mean", ulps=8.0),
+    Case("jsd", _divergence(53, _LOGS, labels=True), "", ulps=8.0, large=_divergence(_LARGE, _LOGS, labels=True),
+         wrong=(*_WRONG_ROW_DIVERGENCE, Wrong("beta", _set(beta=1.5), ValueError, "beta is 1.5"))),
+    Case("jsd", _divergence(53, _LOGS, labels=True, beta=0.1, reduction="none"), "none", ulps=8.0,
+         large=_divergence(_LARGE, _LOGS, beta=0.1, reduction="none")),
+    Case("jsd", _divergence(53, _LOGS, labels=True, beta=1.0), "reverse", ulps=8.0, large=_divergence(_LARGE, _LOGS, beta=1.0)),
+    Case("jsd", _divergence(53, _LOGS, beta=0.0, reduction="sum"), "forward", ulps=8.0),
+    Case("tvd", _divergence(53, _PROBS, labels=True), "", wrong=_WRONG_ROW_DIVERGENCE, large=_divergence(_LARGE, _PROBS)),
+    Case("tvd", _divergence(53, _PROBS, reduction="none"), "none"),
+]  # fmt: skip

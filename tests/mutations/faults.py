@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .fault import Fault
 from .faults_attention import ATTENTION
+from .faults_divergences import DIVERGENCES
 from .faults_loss import LOSS
 from .faults_mhc import MHC
 from .faults_model import MODEL
 from .faults_rows import ROWS
 
-FAULTS: list[Fault] = [*ROWS, *LOSS, *ATTENTION, *MHC, *MODEL]
+FAULTS: list[Fault] = [*ROWS, *LOSS, *DIVERGENCES, *ATTENTION, *MHC, *MODEL]
