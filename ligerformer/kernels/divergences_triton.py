@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import library
-from ._triton import device_info, launch, on_device, tl, triton
+from ._triton import cdiv, device_info, launch, next_power_of_2, on_device, tl, triton
 from .dispatch import ran
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -139,10 +139,10 @@ def _scale_in_place_kernel(x_ptr, scale_ptr, count, blocks, BLOCK: tl.constexpr)
 
 def _tiles(rows: int, num_columns: int, itemsize: int, num_sms: int) -> tuple[int, int, int]:
     """(block, splits, blocks_per_split): blocks of 8 or 16 columns a thread, and programs enough that the last ones to run are few."""
-    block = min(2048 if itemsize == 4 else 4096, max(32, triton.next_power_of_2(num_columns)))
-    blocks = triton.cdiv(num_columns, block)
-    per_split = max(2, triton.cdiv(blocks, triton.cdiv(64 * num_sms, max(rows, 1))))
-    return block, triton.cdiv(blocks, per_split), per_split
+    block = min(2048 if itemsize == 4 else 4096, max(32, next_power_of_2(num_columns)))
+    blocks = cdiv(num_columns, block)
+    per_split = max(2, cdiv(blocks, cdiv(64 * num_sms, max(rows, 1))))
+    return block, cdiv(blocks, per_split), per_split
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def _backward_fake(
 
 def _scale_in_place(x: Tensor, scale: Tensor) -> None:
     block = 4096
-    blocks = triton.cdiv(x.numel(), block)
+    blocks = cdiv(x.numel(), block)
     with on_device(x):
         grid = (min(blocks, 8 * device_info(x.device).num_sms),)
         launch(_scale_in_place_kernel, grid, x, scale, x.numel(), blocks, BLOCK=block, num_warps=8)
