@@ -5,12 +5,15 @@ from .cross_entropy import cross_entropy
 from .dispatch import OPS, explain, use
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
+from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .mhc_coefficients import mhc_coefficients, mhc_pre
 from .mhc_stream import mhc_read, mhc_write
 from .norms import add_rms_norm, rms_norm
 from .qk_norm_rope import qk_norm_rope
 from .rope import rope
+from .softmax import softmax
+from .sparsemax import sparsemax
 
 __all__ = [
     "OPS",
@@ -21,6 +24,7 @@ __all__ = [
     "explain",
     "geglu",
     "geglu_packed",
+    "layer_norm",
     "linear_cross_entropy",
     "mhc_coefficients",
     "mhc_pre",
@@ -29,6 +33,8 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_packed",
     "use",

@@ -7,6 +7,7 @@ from .faults_attention import ATTENTION
 from .faults_loss import LOSS
 from .faults_mhc import MHC
 from .faults_model import MODEL
+from .faults_more_rows import MORE_ROWS
 from .faults_rows import ROWS
 
-FAULTS: list[Fault] = [*ROWS, *LOSS, *ATTENTION, *MHC, *MODEL]
+FAULTS: list[Fault] = [*ROWS, *MORE_ROWS, *LOSS, *ATTENTION, *MHC, *MODEL]
