@@ -6,12 +6,15 @@ from .dispatch import OPS, explain, use
 from .divergences import jsd, kl_div, tvd
 from .embedding import embedding
 from .glu import geglu, geglu_packed, swiglu, swiglu_packed
+from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .mhc_coefficients import mhc_coefficients, mhc_pre
 from .mhc_stream import mhc_read, mhc_write
 from .norms import add_rms_norm, rms_norm
 from .qk_norm_rope import qk_norm_rope
 from .rope import rope
+from .softmax import softmax
+from .sparsemax import sparsemax
 
 __all__ = [
     "OPS",
@@ -24,6 +27,7 @@ __all__ = [
     "geglu_packed",
     "jsd",
     "kl_div",
+    "layer_norm",
     "linear_cross_entropy",
     "mhc_coefficients",
     "mhc_pre",
@@ -32,6 +36,8 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_packed",
     "tvd",

@@ -14,7 +14,6 @@ The packed forms read both halves of one tensor in place and write both gradient
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import checks, dispatch, library
+from ._rows import as_rows
 from ._triton import cdiv, launch, next_power_of_2, on_device, tl, triton
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -153,12 +153,6 @@ def _grid(rows: Tensor, meta: dict[str, int]) -> tuple[int]:
     return (rows.shape[0] * cdiv(rows.shape[1], meta["BLOCK"]),)
 
 
-def _as_rows(x: Tensor) -> Tensor:
-    """``x`` as (rows, width) with a last stride of 1: a view where the layout allows it, one copy elsewhere."""
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def _launch_forward(gate: Tensor, up: Tensor, out: Tensor, activation: Activation) -> Tensor:
     """Gate and up are (rows, width) with a last stride of 1."""
     width = gate.shape[1]
@@ -170,7 +164,7 @@ def _launch_forward(gate: Tensor, up: Tensor, out: Tensor, activation: Activatio
 
 def _forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     dispatch.ran(_OP[activation], "forward", "triton", _WHY)
-    return _launch_forward(_as_rows(gate), _as_rows(up), _forward_fake(gate, up, activation), activation)
+    return _launch_forward(as_rows(gate), as_rows(up), _forward_fake(gate, up, activation), activation)
 
 
 def _forward_fake(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -179,7 +173,7 @@ def _forward_fake(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 def _packed_forward(gate_up: Tensor, activation: Activation) -> Tensor:
     dispatch.ran(_OP[activation] + "_packed", "forward", "triton", _WHY)
-    return _launch_forward(*_as_rows(gate_up).chunk(2, dim=1), _packed_forward_fake(gate_up, activation), activation)
+    return _launch_forward(*as_rows(gate_up).chunk(2, dim=1), _packed_forward_fake(gate_up, activation), activation)
 
 
 def _packed_forward_fake(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -209,7 +203,7 @@ def _launch_backward(
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, want_gate: bool, want_up: bool) -> tuple[Tensor, Tensor]:
     dispatch.ran(_OP[activation], "backward", "triton", _WHY)
     grad_gate, grad_up = _backward_fake(grad, gate, up, activation, want_gate, want_up)
-    grad, gate, up = _as_rows(grad), _as_rows(gate), _as_rows(up)
+    grad, gate, up = as_rows(grad), as_rows(gate), as_rows(up)
     into_gate = grad_gate.view(gate.shape) if want_gate else gate  # a stand-in: the kernel does not touch it
     into_up = grad_up.view(up.shape) if want_up else up
     _launch_backward(grad, gate, up, into_gate, into_up, activation, want_gate, want_up)
@@ -225,8 +219,8 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor, activation: Activatio
 def _packed_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
     dispatch.ran(_OP[activation] + "_packed", "backward", "triton", _WHY)
     grad_gate_up = _packed_backward_fake(grad, gate_up, activation)
-    grad, halves = _as_rows(grad), _as_rows(gate_up).chunk(2, dim=1)
-    _launch_backward(grad, *halves, *_as_rows(grad_gate_up).chunk(2, dim=1), activation, True, True)
+    grad, halves = as_rows(grad), as_rows(gate_up).chunk(2, dim=1)
+    _launch_backward(grad, *halves, *as_rows(grad_gate_up).chunk(2, dim=1), activation, True, True)
     return grad_gate_up
 
 

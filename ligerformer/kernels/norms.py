@@ -109,7 +109,7 @@ def _backward(
     dispatch.ran(op, "backward", "triton", _WHY)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dx else None
     dweight = launch_backward(dy, dsummed, x, weight, rstd, dx, offset, want_dweight)
-    return _nothing(x) if dx is None else dx, _nothing(x) if dweight is None else dweight.to(weight.dtype)
+    return _nothing(x) if dx is None else dx, _nothing(x) if dweight is None else dweight
 
 
 def _backward_fake(

@@ -7,12 +7,11 @@ fp32 partial sum, and the partial sums are added in a fixed order.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from ._triton import DeviceInfo, cdiv, device_info, launch, next_power_of_2, on_device, tl, triton
+from ._rows import WIDE_ROW, as_rows, row_tile, sum_rows
+from ._triton import cdiv, device_info, launch, on_device, tl, triton
 
 
 @triton.jit
@@ -219,26 +218,9 @@ def _rms_norm_wide_dweight_kernel(
 
 WIDEST_FORWARD = 16384  # columns; wider rows are read twice
 WIDEST_BACKWARD = 8192  # columns: the weight, its gradient and two rows in registers
-TILE = 4096  # elements of a tile of narrow rows
-ELEMENTS_PER_THREAD = 16  # two 16-byte accesses in bf16
-WIDE_ROW = {"BLOCK_COLUMNS": 4096, "num_warps": 16}
 WIDE_DWEIGHT = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024, "num_warps": 8}
 THREADS_PER_SM = 1024  # of backward programs, which walk the rows: what registers allow
 PREFETCH = 48 * 1024  # bytes: a backward program fetches its next tile ahead, into shared memory, if all of it takes no more
-
-
-def _tile(width: int, device: DeviceInfo) -> dict[str, int]:
-    """Rows a program takes at a time, and its warps."""
-    block_columns = next_power_of_2(width)
-    block_rows = max(1, TILE // block_columns)
-    threads = min(512, block_rows * block_columns // ELEMENTS_PER_THREAD)
-    return {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": threads // device.warp_size}
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """``x`` as (rows, width) with a last stride of 1: a view where the layout allows it, one copy elsewhere."""
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _laid_out(weight: Tensor | None) -> Tensor | None:
@@ -257,11 +239,11 @@ def launch_forward(
     round_first: bool,
 ) -> None:
     """Fill ``y``, ``summed`` and ``rstd``."""
-    x, weight = _as_rows(x), _laid_out(weight)
+    x, weight = as_rows(x), _laid_out(weight)
     rows, width = x.shape
     residual_stride = 0
     if residual is not None:
-        residual = _as_rows(residual)
+        residual = as_rows(residual)
         residual_stride = residual.stride(0)
     tensors = (x, residual, weight, y, x if summed is None else summed, rstd)
     scalars = (x.stride(0), residual_stride, eps, offset)
@@ -270,8 +252,8 @@ def launch_forward(
         if width > WIDEST_FORWARD:
             launch(_rms_norm_wide_forward_kernel, (rows,), *tensors, *scalars, **meta, **WIDE_ROW)
         else:
-            tile = _tile(width, device_info(x.device))
-            launch(_rms_norm_forward_kernel, (cdiv(rows, tile["BLOCK_ROWS"]),), *tensors, rows, *scalars, **meta, **tile)
+            sizes = row_tile(width, device_info(x.device))
+            launch(_rms_norm_forward_kernel, (cdiv(rows, sizes["BLOCK_ROWS"]),), *tensors, rows, *scalars, **meta, **sizes)
 
 
 def launch_backward(
@@ -284,27 +266,27 @@ def launch_backward(
     offset: float,
     want_dweight: bool,
 ) -> Tensor | None:
-    """Fill ``dx`` if given; return the weight's gradient in fp32 if wanted."""
-    x, dy, weight = _as_rows(x), _as_rows(dy), _laid_out(weight)
+    """Fill ``dx`` if given; return the weight's gradient, in its dtype, if wanted."""
+    x, dy, weight = as_rows(x), as_rows(dy), _laid_out(weight)
     rows, width = x.shape
     dsum_stride = 0
     if dsum is not None:
-        dsum = _as_rows(dsum)
+        dsum = as_rows(dsum)
         dsum_stride = dsum.stride(0)
     strides = (dy.stride(0), dsum_stride, x.stride(0))
     device = device_info(x.device)
     partial = None
     with on_device(x):
         if width <= WIDEST_BACKWARD:
-            tile = _tile(width, device)
-            fetched = tile["BLOCK_ROWS"] * tile["BLOCK_COLUMNS"] * sum(t.element_size() for t in (dy, dsum, x) if t is not None)
-            programs_per_sm = max(1, THREADS_PER_SM // (tile["num_warps"] * device.warp_size))
-            programs = min(cdiv(rows, tile["BLOCK_ROWS"]), device.num_sms * programs_per_sm)
+            sizes = row_tile(width, device)
+            fetched = sizes["BLOCK_ROWS"] * sizes["BLOCK_COLUMNS"] * sum(t.element_size() for t in (dy, dsum, x) if t is not None)
+            programs_per_sm = max(1, THREADS_PER_SM // (sizes["num_warps"] * device.warp_size))
+            programs = min(cdiv(rows, sizes["BLOCK_ROWS"]), device.num_sms * programs_per_sm)
             if want_dweight:
                 partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
             arguments = (dy, dsum, x, weight, rstd, dx, partial, rows, *strides, offset)
             meta = {"WIDTH": width, "STAGES": 2 if fetched <= PREFETCH else 1}
-            launch(_rms_norm_backward_kernel, (programs,), *arguments, **meta, **tile)
+            launch(_rms_norm_backward_kernel, (programs,), *arguments, **meta, **sizes)
         else:
             if dx is not None:
                 launch(_rms_norm_wide_dx_kernel, (rows,), dy, dsum, x, weight, rstd, dx, *strides, offset, WIDTH=width, **WIDE_ROW)
@@ -314,4 +296,4 @@ def launch_backward(
                 partial = torch.empty(splits, width, dtype=torch.float32, device=x.device)
                 arguments = (dy, x, rstd, partial, rows, dy.stride(0), x.stride(0))
                 launch(_rms_norm_wide_dweight_kernel, (blocks * splits,), *arguments, WIDTH=width, **WIDE_DWEIGHT)
-    return None if partial is None else partial.sum(0)
+        return None if partial is None else sum_rows(partial.unsqueeze(0), weight.dtype)[0]

@@ -76,7 +76,7 @@ def _backward(
     )
     tensors = (q_grad, k_grad, q, k, q_weight, k_weight, q_rstd, k_rstd, cos, sin, dq if want_q else None, dk if want_k else None)
     dweights = launch_backward(*tensors, offset, *want_weights)
-    return dq, dk, nothing if dweights is None else dweights.to(q_weight.dtype)
+    return dq, dk, nothing if dweights is None else dweights
 
 
 def _backward_fake(

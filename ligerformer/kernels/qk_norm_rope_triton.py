@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._rows import sum_rows
 from ._triton import device_info, launch, on_device, tl, triton
 from .rope import head_layout, is_aligned, last_stride_one, load_table, rotate, table_strides
 
@@ -359,7 +360,7 @@ def launch_backward(
     want_q_weight: bool,
     want_k_weight: bool,
 ) -> Tensor | None:
-    """Fill ``dq`` and ``dk`` if given; return the gradients of the wanted weights in fp32, one row each."""
+    """Fill ``dq`` and ``dk`` if given; return the gradients of the wanted weights in their dtype, one row each."""
     q, k = last_stride_one(q), last_stride_one(k)
     cos, sin, *strides = table_strides(cos, sin)
     layout = head_layout(q, k, cos.shape[2])
@@ -375,4 +376,4 @@ def launch_backward(
     alignment = is_aligned(layout["HEAD_DIM"], layout["HALF"], q, k)
     with on_device(q):
         launch(_qk_norm_rope_backward_kernel, (programs,), *tensors, *scalars, ALIGNED=alignment, **layout)
-    return partial.sum(1) if want_q_weight or want_k_weight else None
+        return sum_rows(partial, q_weight.dtype) if want_q_weight or want_k_weight else None

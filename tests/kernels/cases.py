@@ -607,3 +607,55 @@ CASES += [
     Case("tvd", _divergence(53, _PROBS, labels=True), "", wrong=_WRONG_ROW_DIVERGENCE, large=_divergence(_LARGE, _PROBS)),
     Case("tvd", _divergence(53, _PROBS, reduction="none"), "none"),
 ]  # fmt: skip
+
+
+# ---- rows: layer_norm, softmax, sparsemax ----
+
+
+def _layer_normed(width: int, *, affine: bool = True) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(draw: Draw, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        parameters = (draw.normal(width, std=0.3, mean=1.0), draw.normal(width)) if affine else ()
+        return (draw.normal(rows, width, mean=0.5), *parameters), {"eps": 1e-5}
+
+    return make
+
+
+def _rows_of(width: int, dim: int = -1, std: float = 1.0) -> Callable[[Draw, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Rows of ``width`` along the last of two dimensions, or the middle one of three."""
+    return lambda draw, rows: ((draw.normal(*((rows, width) if dim == -1 else (rows, width, 3)), std=std),), {"dim": dim})
+
+
+CASES += [
+    Case(
+        "layer_norm",
+        _layer_normed(97),
+        wrong=(
+            Wrong("eps", _set(eps=-1.0), ValueError, "eps is -1.0"),
+            Wrong("weight-shape", _cut(1), ValueError, "weight has shape"),
+            Wrong("bias-shape", _cut(2), ValueError, "bias has shape"),
+            Wrong("bias-dtype", lambda args, kwargs: args.append(args.pop().long()), TypeError, "bias has dtype int64"),
+            Wrong("width", lambda args, kwargs: args.__setitem__(0, args[0][:, :0]), ValueError, "x has shape"),
+        ),
+        eager=lambda x, weight, bias, eps: torch.nn.functional.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps),
+        large=_layer_normed(4096),
+    ),
+    Case("layer_norm", _layer_normed(24, affine=False), "plain", large=_layer_normed(8192)),
+    Case("layer_norm", _layer_normed(16411), "wide", rows=(0, 2, 5), large=_layer_normed(16384)),
+]
+for _op, _eager in (("softmax", torch.nn.functional.softmax), ("sparsemax", None)):
+    CASES += [
+        Case(
+            _op,
+            _rows_of(97),
+            wrong=(
+                Wrong("dim", _set(dim=2), ValueError, "dim is 2"),
+                Wrong("dim-type", _set(dim=1.0), TypeError, "dim is 1.0"),
+                Wrong("no-dims", lambda args, kwargs: args.__setitem__(0, args[0][0, 0]), ValueError, "x has shape"),
+                Wrong("width", lambda args, kwargs: args.__setitem__(0, args[0][:, :0]), ValueError, "x has shape"),
+            ),
+            eager=_eager,
+            large=_rows_of(8192),
+        ),
+        Case(_op, _rows_of(19, dim=1), "middle", large=_rows_of(64)),
+        Case(_op, _rows_of(16411, std=2.0), "wide", rows=(0, 2, 5), large=_rows_of(16384)),
+    ]

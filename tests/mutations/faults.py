@@ -8,6 +8,7 @@ from .faults_divergences import DIVERGENCES
 from .faults_loss import LOSS
 from .faults_mhc import MHC
 from .faults_model import MODEL
+from .faults_more_rows import MORE_ROWS
 from .faults_rows import ROWS
 
-FAULTS: list[Fault] = [*ROWS, *LOSS, *DIVERGENCES, *ATTENTION, *MHC, *MODEL]
+FAULTS: list[Fault] = [*ROWS, *MORE_ROWS, *LOSS, *DIVERGENCES, *ATTENTION, *MHC, *MODEL]
