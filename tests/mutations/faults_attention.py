@@ -92,7 +92,7 @@ ATTENTION += table(
         "low_key + BLOCK_N - 2 - query_start",
         _grid("cached, a key short of a tile"),
     ),
-    ("attention-dkdv-tiles", "first + step // GROUP * BLOCK_M", "step // GROUP * BLOCK_M", _grid("cached, a key past a tile")),
+    ("attention-dkdv-tiles", "first + step // GROUP * BLOCK_M", "step // GROUP * BLOCK_M", _CAUSAL),
     ("attention-dkdv-window-end", "kv_end) - 1 + window", "kv_end) - 2 + window", _TWO),
     ("attention-dkdv-full-window", "(low_key + window - query_start)", "(low_key + window + 1 - query_start)", _THIRTY_ONE),
     ("attention-dkdv-group", "member = step % GROUP", "member = step // GROUP % GROUP", _grid("grouped")),
