@@ -11,7 +11,20 @@ A program for dK and dV walks all the query heads of its key-value head, so ever
 from __future__ import annotations
 
 from ._triton import tl, triton
-from .attention_forward import _DOCUMENT_BLOCK, full_key_tiles, host_or_device, key_bounds, load_tile, tanh, visible
+from .attention_common import (
+    DOCUMENT_BLOCK,
+    full_key_tiles,
+    host_or_device,
+    key_bounds,
+    key_tile_seen,
+    load_row,
+    load_tile,
+    past_gap,
+    score_tile,
+    visible,
+)
+
+_DOCUMENT_BLOCK = tl.constexpr(DOCUMENT_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -50,6 +63,7 @@ def _gather_dkdv(
     lse_ptr,
     delta_ptr,
     q_stride_t,
+    q_stride_h,
     q_offsets,
     d_out_offsets,
     dims_ok,
@@ -73,21 +87,31 @@ def _gather_dkdv(
     WANT_DK: tl.constexpr,
     WANT_DV: tl.constexpr,
     MASK_DIMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     D_OUT_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Add to dk and dv what the queries of one head give, of [first, end) without [gap_first, gap_end); tiles are (keys, queries)."""
+    """Add to dk and dv what queries [first, end) without [gap_first, gap_end) give, of all the group's heads; tiles are (keys, queries).
+
+    One loop over (tile, head) pairs: with a loop of heads around one of tiles the software pipeline would run dry between heads, and what
+    the outer loop holds would spill the accumulators.
+    """
     DOCUMENTS: tl.constexpr = query_ids_ptr is not None
-    for step in tl.range(first, end - (gap_end - gap_first), BLOCK_M):
-        start = step + tl.where(step >= gap_first, gap_end - gap_first, 0)
-        queries = start + tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
+    num_tiles = tl.maximum(tl.cdiv(end - first - (gap_end - gap_first), BLOCK_M), 0)
+    for step in tl.range(num_tiles * GROUP):
+        member = step % GROUP
+        start = past_gap(first + step // GROUP * BLOCK_M, gap_first, gap_end)
+        q_head = q_ptr + member * q_stride_h
+        d_out_head = d_out_ptr + member * HEAD_DIM
+        statistics = tl.cast(member, tl.int64) * num_queries + start
+        queries = start + rows
         row = tl.cast(start, tl.int64)
         queries_ok = queries < num_queries
-        q = load_tile(q_ptr + row * q_stride_t, q_offsets, queries_ok, dims_ok, MASKED, MASK_DIMS)  # (BLOCK_M, BLOCK_D)
-        lse = tl.load(lse_ptr + queries, mask=queries_ok, other=float("inf"))
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-        if SOFTCAP:
-            scores = tanh(scores * score_scale, q.dtype == tl.float32)
+        q = load_tile(q_head + row * q_stride_t, q_offsets, queries_ok, dims_ok, MASKED, MASK_DIMS)  # (BLOCK_M, BLOCK_D)
+        lse = load_row(lse_ptr + statistics, rows, queries_ok, float("inf"), MASKED)
+        scores = score_tile(k, q, score_scale, SOFTCAP)  # (BLOCK_N, BLOCK_M)
         factor = score_cap if SOFTCAP else score_scale
         p = tl.exp2(scores * factor - lse[None, :])
         if MASKED:
@@ -97,13 +121,14 @@ def _gather_dkdv(
             slots = query_start + queries
             seen = visible(slots[None, :], keys[:, None], kv_end, window, query_ids, key_ids, CAUSAL, WINDOWED, DOCUMENTS)
             p = tl.where(seen & queries_ok[None, :], p, 0.0)
-        d_out = load_tile(d_out_ptr + row * D_OUT_STRIDE, d_out_offsets, queries_ok, dims_ok, MASKED, MASK_DIMS)
+        d_out = load_tile(d_out_head + row * D_OUT_STRIDE, d_out_offsets, queries_ok, dims_ok, MASKED, MASK_DIMS)
         if WANT_DV:
             dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision="ieee")
         if WANT_DK:
-            delta = tl.load(delta_ptr + queries, mask=queries_ok, other=0.0)
-            dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-            ds = p * (dp - delta[None, :])
+            delta = load_row(delta_ptr + statistics, rows, queries_ok, 0.0, MASKED)
+            dp = tl.broadcast_to(-delta[None, :], p.shape)  # the product is added to it: delta needs no registers of its own
+            dp = tl.dot(v, tl.trans(d_out), dp, input_precision="ieee")
+            ds = p * dp
             if SOFTCAP:
                 ds = ds * (1.0 - scores * scores)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
@@ -219,22 +244,20 @@ def attention_dkdv_kernel(
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        q_head = q_ptr + b * q_batch_rows * q_stride_t + head * q_stride_h
-        d_out_head = d_out_ptr + (b * num_queries * NUM_HEADS + head) * HEAD_DIM
-        statistics = (b * NUM_HEADS + head) * num_queries
+    q_ptr += b * q_batch_rows * q_stride_t + kv_head * GROUP * q_stride_h
+    d_out_ptr += (b * num_queries * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
+    statistics = (b * NUM_HEADS + kv_head * GROUP) * num_queries
+    dk, dv = _gather_dkdv(
+        dk, dv, k, v, q_ptr, d_out_ptr, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_stride_h, q_offsets, d_out_offsets,
+        dims_ok, first, end, full_first, full_end, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
+        score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, GROUP, HEAD_DIM, D_OUT_STRIDE, BLOCK_M,
+    )  # fmt: skip
+    if not DOCUMENTS:
         dk, dv = _gather_dkdv(
-            dk, dv, k, v, q_head, d_out_head, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_offsets, d_out_offsets,
-            dims_ok, first, end, full_first, full_end, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
-            score_scale, score_cap, True, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, D_OUT_STRIDE, BLOCK_M,
+            dk, dv, k, v, q_ptr, d_out_ptr, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_stride_h, q_offsets, d_out_offsets,
+            dims_ok, full_first, full_end, 0, 0, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
+            score_scale, score_cap, False, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, GROUP, HEAD_DIM, D_OUT_STRIDE, BLOCK_M,
         )  # fmt: skip
-        if not DOCUMENTS:
-            dk, dv = _gather_dkdv(
-                dk, dv, k, v, q_head, d_out_head, lse_ptr + statistics, delta_ptr + statistics, q_stride_t, q_offsets, d_out_offsets,
-                dims_ok, full_first, full_end, 0, 0, num_queries, kv_end, query_start, keys, query_ids_ptr, key_ids, window,
-            score_scale, score_cap,     False, CAUSAL, WINDOWED, SOFTCAP, WANT_DK, WANT_DV, MASK_DIMS, D_OUT_STRIDE, BLOCK_M,
-            )  # fmt: skip
 
     stored = (keys < num_keys)[:, None] & dims_ok[None, :]
     row = (b * num_keys + low_key) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
@@ -280,22 +303,17 @@ def _gather_dq(
     """Add to dq what the keys of [first, end) give, without those of [gap_first, gap_end)."""
     DOCUMENTS: tl.constexpr = key_ids_ptr is not None
     for step in tl.range(first, end - (gap_end - gap_first), BLOCK_N):
-        start = step + tl.where(step >= gap_first, gap_end - gap_first, 0)
+        start = past_gap(step, gap_first, gap_end)
         keys = start + tl.arange(0, BLOCK_N)
         row = tl.cast(start, tl.int64)
         keys_ok = keys < kv_end
         k = load_tile(k_ptr + row * k_stride_t, k_offsets, keys_ok, dims_ok, MASKED, MASK_DIMS)
         v = load_tile(v_ptr + row * v_stride_t, v_offsets, keys_ok, dims_ok, MASKED, MASK_DIMS)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if SOFTCAP:
-            scores = tanh(scores * score_scale, q.dtype == tl.float32)
+        scores = score_tile(q, k, score_scale, SOFTCAP)
         factor = score_cap if SOFTCAP else score_scale
         p = tl.exp2(scores * factor - lse[:, None])
         if MASKED:
-            key_ids = slots
-            if DOCUMENTS:
-                key_ids = tl.load(key_ids_ptr + keys, mask=keys_ok, other=0)[None, :]
-            seen = visible(slots[:, None], keys[None, :], kv_end, window, query_ids, key_ids, CAUSAL, WINDOWED, DOCUMENTS)
+            seen = key_tile_seen(keys, keys_ok, kv_end, slots, query_ids, key_ids_ptr, window, CAUSAL, WINDOWED, DOCUMENTS)
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])

@@ -20,6 +20,7 @@ class Tiles(NamedTuple):
 
 # Tile sizes by kernel, then by (class of the device and dtype, head_dim up to). "half": fp16 and bf16; large: at least 160 KB of shared
 # memory a block (A100, Hopper, datacentre Blackwell); small: other NVIDIA GPUs (99 KB); hip: AMD, 64 KB. fp32 runs without tensor cores.
+# On Hopper eight warps are two groups of 64 rows: 64 rows of scores over eight warps are computed twice.
 _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
     "forward": {
         ("large half", 64): Tiles(128, 128, 8, 3),
@@ -35,8 +36,8 @@ _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
         ("hip half", 128): Tiles(128, 64, 4, 1),
         ("hip half", 256): Tiles(64, 32, 4, 1),
         ("fp32", 64): Tiles(64, 32, 4, 2),
-        ("fp32", 128): Tiles(32, 32, 4, 2),
-        ("fp32", 256): Tiles(32, 16, 4, 1),
+        ("fp32", 128): Tiles(32, 32, 8, 1),
+        ("fp32", 256): Tiles(32, 16, 8, 1),
     },
     "few": {  # few queries: block_m is the most rows (queries x heads) of a tile
         ("half", 128): Tiles(64, 64, 4, 2),
@@ -48,7 +49,7 @@ _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
         ("large half", 64): Tiles(64, 128, 8, 2),
         ("large half", 128): Tiles(32, 128, 8, 2),
         ("large half", 256): Tiles(32, 64, 8, 1),
-        ("hopper half", 64): Tiles(128, 128, 8, 2),
+        ("hopper half", 64): Tiles(64, 128, 8, 2),
         ("hopper half", 128): Tiles(64, 128, 8, 2),
         ("hopper half", 256): Tiles(32, 64, 8, 2),
         ("small half", 64): Tiles(64, 64, 4, 2),
@@ -65,9 +66,9 @@ _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
         ("large half", 64): Tiles(128, 64, 8, 2),
         ("large half", 128): Tiles(128, 32, 8, 2),
         ("large half", 256): Tiles(64, 32, 8, 1),
-        ("hopper half", 64): Tiles(128, 128, 8, 2),
+        ("hopper half", 64): Tiles(128, 64, 8, 2),
         ("hopper half", 128): Tiles(128, 64, 8, 2),
-        ("hopper half", 256): Tiles(64, 32, 8, 2),
+        ("hopper half", 256): Tiles(128, 32, 8, 2),
         ("small half", 64): Tiles(64, 64, 4, 2),
         ("small half", 128): Tiles(64, 32, 4, 2),
         ("small half", 256): Tiles(32, 16, 4, 1),
@@ -75,7 +76,7 @@ _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
         ("hip half", 128): Tiles(64, 32, 4, 1),
         ("hip half", 256): Tiles(32, 16, 4, 1),
         ("fp32", 64): Tiles(32, 32, 4, 1),
-        ("fp32", 128): Tiles(32, 16, 4, 1),
+        ("fp32", 128): Tiles(32, 16, 8, 1),
         ("fp32", 256): Tiles(16, 16, 4, 1),
     },
 }

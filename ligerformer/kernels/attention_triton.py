@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from . import dispatch, library
 from ._triton import DeviceInfo, device_info, launch, on_device, triton
 from .attention_backward import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
-from .attention_forward import DOCUMENT_BLOCK, LOG2E, attention_combine_kernel, attention_forward_kernel, document_ranges_kernel
+from .attention_common import DOCUMENT_BLOCK, LOG2E
+from .attention_forward import attention_combine_kernel, attention_forward_kernel, document_ranges_kernel
 from .attention_tiles import tiles
 
 _WHY = "tensors on a device that Triton serves"

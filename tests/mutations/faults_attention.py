@@ -20,7 +20,7 @@ _CAUSAL, _SOFTCAP, _DOCUMENTS, _ONE_QUERY = _grid("causal"), _grid("softcap"), _
 _TWO, _THIRTY_ONE = _grid("window of two"), _grid("window of two tiles less one")
 
 ATTENTION: list[Fault] = table(
-    "kernels/attention_forward.py",
+    "kernels/attention_common.py",
     ("attention-causal-edge", "(keys <= slots)", "(keys < slots)", _CAUSAL),
     (
         "attention-window-edge",
@@ -44,12 +44,17 @@ ATTENTION: list[Fault] = table(
         "tl.maximum(high_slot - window, 0), BLOCK_N)",
         _THIRTY_ONE,
     ),
+    ("attention-gap-edge", "(step >= gap_first, gap_end", "(step > gap_first, gap_end", _grid("causal")),
+    ("attention-tanh-sign", "y = 1.0 - 2.0 / (", "y = 1.0 + 2.0 / (", _SOFTCAP),
+    ("attention-tanh-series-sign", "x * (1.0 + x2 *", "x * (1.0 - x2 *", _SOFTCAP),
+)
+
+ATTENTION += table(
+    "kernels/attention_forward.py",
     ("attention-forward-sign", "scores * factor - base[:, None]", "scores * factor + base[:, None]", _CAUSAL),
     ("attention-forward-decay", "acc * decay[:, None], input", "acc / decay[:, None], input", _CAUSAL),
     ("attention-forward-edge", "dims_ok = dims < HEAD_DIM\n\n    q_ptr", "dims_ok = dims < HEAD_DIM - 1\n\n    q_ptr", _CAUSAL),
     ("attention-forward-head", "kv_head = head // (NUM_HEADS // NUM_KV_HEADS)", "kv_head = head % NUM_KV_HEADS", _grid("grouped")),
-    ("attention-tanh-sign", "y = 1.0 - 2.0 / (", "y = 1.0 + 2.0 / (", _SOFTCAP),
-    ("attention-tanh-series-sign", "x * (1.0 + x2 *", "x * (1.0 - x2 *", _SOFTCAP),
     ("attention-sink-sign", "top = tl.load(sinks_ptr", "top = -tl.load(sinks_ptr", _grid("sinks", "one query, sinks")),
     ("attention-sink-of-one-split", "tl.where(split == 0, top", "tl.where(split >= 0, top", _grid("one query, sinks")),
     ("attention-split-edge", "tl.minimum(end, first + share)", "tl.minimum(end, first + share + 1)", _ONE_QUERY),
@@ -64,7 +69,7 @@ ATTENTION += table(
     "kernels/attention_backward.py",
     ("attention-delta-sign", "tl.sum(out * d_out, 1)", "tl.sum(-out * d_out, 1)", _CAUSAL),
     ("attention-delta-edge", "(dims < HEAD_DIM)[None, :]", "(dims < HEAD_DIM - 1)[None, :]", _CAUSAL),
-    ("attention-dkdv-sign", "(dp - delta[None, :])", "(dp + delta[None, :])", _CAUSAL),
+    ("attention-dkdv-sign", "(-delta[None, :], p", "(delta[None, :], p", _CAUSAL),
     ("attention-dkdv-softcap-sign", "(1.0 - scores * scores)\n            dk", "(1.0 + scores * scores)\n            dk", _SOFTCAP),
     ("attention-dkdv-scale", "dk * scale, 0.0)", "dk / scale, 0.0)", _CAUSAL),
     (
@@ -87,9 +92,10 @@ ATTENTION += table(
         "low_key + BLOCK_N - 2 - query_start",
         _grid("cached, a key short of a tile"),
     ),
+    ("attention-dkdv-tiles", "first + step // GROUP * BLOCK_M", "step // GROUP * BLOCK_M", _CAUSAL),
     ("attention-dkdv-window-end", "kv_end) - 1 + window", "kv_end) - 2 + window", _TWO),
     ("attention-dkdv-full-window", "(low_key + window - query_start)", "(low_key + window + 1 - query_start)", _THIRTY_ONE),
-    ("attention-dkdv-group", "for member in range(GROUP)", "for member in range(GROUP - 1, GROUP)", _grid("grouped")),
+    ("attention-dkdv-group", "member = step % GROUP", "member = step // GROUP % GROUP", _grid("grouped")),
     ("attention-dq-sign", "(dp - delta[:, None])", "(dp + delta[:, None])", _CAUSAL),
     ("attention-dq-softcap-sign", "(1.0 - scores * scores)\n        dq", "(1.0 + scores * scores)\n        dq", _SOFTCAP),
     ("attention-dq-scale", "(dq * scale)", "(dq / scale)", _CAUSAL),
