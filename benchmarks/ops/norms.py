@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm. Least bytes: x in, y out; backward dy and x in, dx out. The add: one more in and out, and a gradient in."""
+"""rms_norm, add_rms_norm, layer_norm. Least bytes: x in, y out; backward dy and x in, dx out. The add: one more in and out, and a gradient in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..harness import Call, Row, Work, peer
 from . import draw
 
 EPS = 1e-6
-liger, liger_add, quack = peer("liger_kernel.ops.rms_norm"), peer("liger_kernel.ops.fused_add_rms_norm"), peer("quack.rmsnorm")
+liger, liger_add = peer("liger_kernel.ops.rms_norm"), peer("liger_kernel.ops.fused_add_rms_norm")
+liger_layer, quack = peer("liger_kernel.ops.layer_norm"), peer("quack.rmsnorm")
 
 
 def _eager(x: Tensor, weight: Tensor) -> Tensor:
@@ -80,5 +81,26 @@ def _add_row(rows: int, width: int) -> Row:
     )
 
 
+def _layer_row(rows: int, width: int) -> Row:
+    size = 2.0 * rows * width
+
+    def make(rows: int) -> tuple[Any, ...]:
+        return draw.normal(rows, width), draw.normal(width), draw.normal(width)
+
+    return Row(
+        "layer_norm",
+        f"{rows}x{width}",
+        rows,
+        make,
+        lambda x, w, b: kernels.layer_norm(x, w, b, eps=EPS),
+        lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, EPS),
+        Work(2 * size),
+        Work(5 * size),
+        {"liger": lambda x, w, b: liger_layer.LigerLayerNormFunction.apply(x, w, b, EPS)} if liger_layer else {},
+        graph=True,
+    )
+
+
 ROWS = [_row(*shape) for shape in ((8192, 4096), (32768, 4096), (8192, 1152), (64, 1024), (4096, 16384))]
 ROWS += [_add_row(*shape) for shape in ((8192, 4096), (16384, 2048))]
+ROWS += [_layer_row(8192, 4096)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import dispatch, library
-from ._triton import DeviceInfo, device_info, launch, on_device, triton
+from ._triton import DeviceInfo, cdiv, device_info, launch, next_power_of_2, on_device
 from .attention_backward import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
 from .attention_common import DOCUMENT_BLOCK, LOG2E
 from .attention_forward import attention_combine_kernel, attention_forward_kernel, document_ranges_kernel
@@ -117,7 +117,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *masks: Any)
     pack = group if few else 1
     size = tiles("few" if few else "forward", head_dim, q.dtype, info)
     block_m = 16 if few and num_queries * pack <= 16 else size.block_m
-    programs = batch * (num_heads // pack) * triton.cdiv(num_queries * pack, block_m)
+    programs = batch * (num_heads // pack) * cdiv(num_queries * pack, block_m)
     splits = _num_splits(programs, num_keys, info) if few else 1
 
     out = torch.empty((batch, num_queries, num_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -193,7 +193,7 @@ def _backward(
         if want_dq or want_dk or want_dsinks:
             launch(
                 attention_delta_kernel,
-                (batch * num_heads * triton.cdiv(num_queries, 32),),
+                (batch * num_heads * cdiv(num_queries, 32),),
                 *(out, d_out, delta, num_queries),
                 NUM_HEADS=num_heads,
                 HEAD_DIM=head_dim,
@@ -205,7 +205,7 @@ def _backward(
             size = tiles("dkdv", head_dim, q.dtype, info)
             launch(
                 attention_dkdv_kernel,
-                (batch * num_kv_heads * triton.cdiv(num_keys, size.block_n),),
+                (batch * num_kv_heads * cdiv(num_keys, size.block_n),),
                 *(q, k, v, d_out, lse, delta, dk, dv, query_ids, key_ids),
                 *(_document_ranges(m.key_document_ids, m.document_ids), m.query_start_at, m.kv_length_at, *numbers),
                 WANT_DK=want_dk,
@@ -220,7 +220,7 @@ def _backward(
             size = tiles("dq", head_dim, q.dtype, info)
             launch(
                 attention_dq_kernel,
-                (batch * num_heads * triton.cdiv(num_queries, size.block_m),),
+                (batch * num_heads * cdiv(num_queries, size.block_m),),
                 *(q, k, v, d_out, lse, delta, dq, query_ids, key_ids),
                 *(_document_ranges(m.document_ids, m.key_document_ids), m.query_start_at, m.kv_length_at, *numbers),
                 BLOCK_M=size.block_m,
@@ -262,7 +262,7 @@ _backward_operator = library.define(
 
 
 def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, m: _Masks) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def _document_ranges(row_ids: Tensor | None, column_ids: Tensor | None) -> Tenso
         return None
     row_ids, column_ids = _dense(row_ids), _dense(column_ids)
     batch, num_rows = row_ids.shape
-    num_blocks = triton.cdiv(num_rows, DOCUMENT_BLOCK)
+    num_blocks = cdiv(num_rows, DOCUMENT_BLOCK)
     ranges = torch.empty((batch, num_blocks, 2), dtype=torch.int32, device=row_ids.device)
     launch(
         document_ranges_kernel,
