@@ -2,6 +2,7 @@
 
 from . import blocks, configs, kernels
 from .blocks import build
+from .capture import CapturedStep
 from .configs import ModelConfig, presets, register
 from .convert import CannotExpress, config_from_hf, from_hf, load, save, save_hf
 from .summary import summary
@@ -10,6 +11,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CannotExpress",
+    "CapturedStep",
     "ModelConfig",
     "blocks",
     "build",

@@ -219,8 +219,8 @@ def _rms_norm_wide_dweight_kernel(
 WIDEST_FORWARD = 16384  # columns; wider rows are read twice
 WIDEST_BACKWARD = 8192  # columns: the weight, its gradient and two rows in registers
 WIDE_DWEIGHT = {"BLOCK_ROWS": 4, "BLOCK_COLUMNS": 1024, "num_warps": 8}
-THREADS_PER_SM = 1024  # of backward programs, which walk the rows: what registers allow
-PREFETCH = 48 * 1024  # bytes: a backward program fetches its next tile ahead, into shared memory, if all of it takes no more
+THREADS_PER_SM = 512  # of backward programs, which walk the rows: what registers allow, and few partial sums
+PREFETCH = 48 * 1024  # bytes: with a third input to wait for, a program fetches its next tile ahead if all of it takes no more
 
 
 def _laid_out(weight: Tensor | None) -> Tensor | None:
@@ -285,7 +285,7 @@ def launch_backward(
             if want_dweight:
                 partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
             arguments = (dy, dsum, x, weight, rstd, dx, partial, rows, *strides, offset)
-            meta = {"WIDTH": width, "STAGES": 2 if fetched <= PREFETCH else 1}
+            meta = {"WIDTH": width, "STAGES": 2 if dsum is not None and fetched <= PREFETCH else 1}
             launch(_rms_norm_backward_kernel, (programs,), *arguments, **meta, **sizes)
         else:
             if dx is not None:

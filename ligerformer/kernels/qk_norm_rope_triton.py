@@ -316,7 +316,7 @@ def _qk_norm_rope_backward_kernel(
 
 # ---- launches ----
 
-THREADS_PER_SM = 1024  # of backward programs, which walk the tokens: what registers allow
+THREADS_PER_SM = 512  # of backward programs, which walk the tokens: what registers allow
 
 
 def launch_forward(
