@@ -3,6 +3,7 @@
 #   make demo       train a small model on a shipped text (examples/quickstart.py)
 #   make test       the core tests
 #   make test-all   lint, and every test
+#   make bench      on a GPU: time every op and the training step beside their peers, and rewrite the docs' table
 #   make lint       ruff (rules and format) and mypy
 #   make format     let ruff rewrite what it can
 #   make clean      remove .venv and the caches
@@ -23,7 +24,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --constraint constraints
 # One thread a test process: the processes already fill the cores, and Triton's interpreter only loses by more.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all bench lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,6 +56,13 @@ test: $(VENV)/test-installed
 test-all: lint
 	$(PY) -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]
 	$(PYTEST) -m "not alone" $(ARGS)
+
+# In the interpreter that PYTHON names, whose torch knows the GPU; .venv holds a CPU build on many machines.
+RESULTS := benchmarks/results/gpu-$(shell date +%Y-%m-%d)
+bench:
+	$(PYTHON) -m benchmarks.kernels --out $(RESULTS)-kernels.json
+	$(PYTHON) benchmarks/train_step.py --out $(RESULTS)-llama-3.2-1b-4x4096.json
+	$(PYTHON) -m benchmarks.tables
 
 lint: $(VENV)/test-installed
 	$(VENV)/bin/ruff check .

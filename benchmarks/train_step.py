@@ -1,8 +1,9 @@
 """One training step of a preset on one GPU: ours, transformers, transformers with Liger-Kernel; tokens/s, peak memory, losses.
 
-    python benchmarks/train_step.py --model llama-3.2-1b --batch 4 --seq-len 4096 [--only ours hf liger] [--out FILE.json]
+    python benchmarks/train_step.py --model llama-3.2-1b --batch 4 --seq-len 4096 [--only ours cheap captured hf liger] [--out FILE.json]
 
-bf16 weights and AdamW states (fused), no recompute, attention through torch's SDPA on every side, real text (bytes of the shipped book as
+"cheap" is ours with ``recompute="cheap"``, "captured" ours as one CUDA graph (``CapturedStep``). bf16 weights and AdamW states (fused), else no
+recompute, attention through torch's SDPA on every side, real text (bytes of the shipped book as
 ids), all sides from the same weights. Every side runs in a process of its own; a row that cannot be run says why.
 """
 
@@ -21,12 +22,14 @@ from typing import Any
 import torch
 
 import ligerformer
+from ligerformer.capture import WARM_UP
 from ligerformer.configs.counting import GIB
 from ligerformer.convert.config import to_hf
 from ligerformer.convert.saving import _tensors
 
 TEXT = pathlib.Path(__file__).parents[1] / "examples" / "data" / "austen.txt"
-SIDES = ("ours", "hf", "liger")
+OURS = ("ours", "cheap", "captured")
+SIDES = (*OURS, "hf", "liger")
 
 
 def build_ours(config: ligerformer.ModelConfig) -> torch.nn.Module:
@@ -56,31 +59,39 @@ def build_liger(config: ligerformer.ModelConfig) -> torch.nn.Module:
 
 
 def measure(side: str, config: ligerformer.ModelConfig, batch: int, seq_len: int, steps: int) -> dict[str, Any]:
-    """Median seconds a step after a warm-up of three, peak memory of a step, and the loss of every step."""
-    model = {"ours": build_ours, "hf": build_hf, "liger": build_liger}[side](config)
+    """Median seconds a step after a warm-up, peak memory of a step, and the loss of every step."""
+    model = {"hf": build_hf, "liger": build_liger}.get(side, build_ours)(config)
+    if side == "cheap":
+        model.recompute = "cheap"
     torch.cuda.empty_cache()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=side == "captured")
+    captured = ligerformer.CapturedStep(model, optimizer) if side == "captured" else None
+    warm_up = WARM_UP + 1 if captured else WARM_UP  # the capture
     data = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     losses, times = [], []
-    for step in range(steps + 3):
+    for step in range(steps + warm_up):
         start = step * batch * seq_len % (len(data) - batch * seq_len)
         ids = data[start : start + batch * seq_len].view(batch, seq_len).cuda()
-        if step == 3:
+        if step == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
+        if captured:
+            loss = captured(ids, labels=ids)
+        else:
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
         losses.append(loss.item())
-    seconds = statistics.median(times[3:])
+    seconds = statistics.median(times[warm_up:])
     peak = torch.cuda.max_memory_allocated()
     row = {"tokens_per_s": batch * seq_len / seconds, "ms": seconds * 1e3, "peak_gib": peak / GIB, "losses": losses}
-    if side == "ours":
-        row["estimated_gib"] = config.training_memory(batch, seq_len).peak / GIB
+    if side in OURS:
+        recompute = "cheap" if side == "cheap" else "none"
+        row["estimated_gib"] = config.training_memory(batch, seq_len, recompute=recompute).peak / GIB
         row["ran"] = ligerformer.kernels.explain().splitlines()
     return row
 
@@ -102,7 +113,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=["ours", "hf", "liger"])
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--here", choices=SIDES, help=argparse.SUPPRESS)  # measure one side in this process
     args = parser.parse_args()
