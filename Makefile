@@ -60,7 +60,7 @@ test-all: lint
 # In the interpreter that PYTHON names, whose torch knows the GPU; .venv holds a CPU build on many machines.
 RESULTS := benchmarks/results/gpu-$(shell date +%Y-%m-%d)
 bench:
-	$(PYTHON) -m benchmarks.kernels --out $(RESULTS)-kernels.json
+	$(PYTHON) -m benchmarks.run --out $(RESULTS)-kernels.json
 	$(PYTHON) benchmarks/train_step.py --out $(RESULTS)-llama-3.2-1b-4x4096.json
 	$(PYTHON) -m benchmarks.tables
 

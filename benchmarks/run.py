@@ -1,4 +1,4 @@
-"""Time every op beside its peers: ``python -m benchmarks.kernels [--ops rms_norm ...] [--out FILE.json]``; ``make bench`` runs all of it.
+"""Time every op beside its peers: ``python -m benchmarks.run [--ops rms_norm ...] [--out FILE.json]``; ``make bench`` runs all of it.
 
 Prints one line an op, shape and mode, and writes the results file that the tables of the docs are made from.
 """
