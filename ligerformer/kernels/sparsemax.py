@@ -7,7 +7,7 @@ in fp32 inside. Nothing is sorted: tau is the limit of
     tau <- (sum of the x above tau - 1) / (number of the x above tau),        starting from max(x) - 1,
 
 Newton's method on the convex, piecewise linear sum(max(x - tau, 0)) - 1 (Michelot 1986): tau only grows, so the set above it only shrinks,
-and the first step that does not shrink it has found tau. Random rows take 3 to 6 steps.
+and the first step that does not shrink it has found tau. Normal rows of 4096 take 5 steps on average, 11 at most of any scale tried.
 
 Cost: the forward reads x and writes y, 2 passes; the backward reads y and the incoming gradient and writes dx, 3 passes. Rows wider than
 16384 are read again in each step. A dimension other than the last costs a transposing copy there and back. Saved for the backward: y alone.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import dispatch, library
-from ._rows import WIDE_ROW, as_rows, check_rows, row_tile
+from ._rows import TILE, WIDE_ROW, as_rows, check_rows, row_tile
 from ._triton import cdiv, device_info, launch, on_device, tl, triton
 
 _WHY = "tensors on a device that Triton serves"
@@ -57,8 +57,9 @@ def _sparsemax_forward_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row = tl.minimum(row, rows - 1)  # past the end the last row again, and the same numbers written: no mask to keep through the loop
     columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
-    mask = (row < rows) & (columns < WIDTH)
+    mask = columns < WIDTH
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=-float("inf")).to(tl.float32)
     x -= tl.max(x, axis=1)[:, None]  # the sums stay small; NaN where nothing is finite
     nan = tl.sum(tl.where(x == -float("inf"), 0.0, x * 0.0), axis=1)  # 0, or NaN where the row holds one
@@ -135,9 +136,10 @@ def _sparsemax_backward_kernel(
     mask = (row < rows) & (columns < WIDTH)
     dy = tl.load(dy_ptr + row * dy_stride + columns, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(y_ptr + row * y_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    size = tl.maximum(tl.sum((y > 0.0).to(tl.float32), axis=1), 1.0)
-    mean = (tl.sum(tl.where(y > 0.0, dy, 0.0), axis=1) / size)[:, None]
-    dx = tl.where(y > 0.0, dy - mean, y * 0.0)  # off the support 0, or y's NaN
+    support = (y > 0.0).to(tl.float32)
+    dy = tl.where(y > 0.0, dy, 0.0)
+    mean = tl.sum(dy, axis=1) / tl.maximum(tl.sum(support, axis=1), 1.0)
+    dx = dy - support * mean[:, None] + y * 0.0  # off the support 0, or y's NaN
     tl.store(dx_ptr + row * WIDTH + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -172,7 +174,14 @@ def _sparsemax_wide_backward_kernel(
 
 
 WIDEST = 16384  # columns held in registers
-FORWARD_ELEMENTS = 32  # a thread: each step of the loop reduces over the row, which few warps do faster
+
+
+def _forward_elements(width: int) -> int:
+    """Elements a thread: many for rows that have a program each, since a step of the loop reduces over the row, which few warps do faster.
+
+    In narrow rows each element has an address of its own to keep until it is stored: fewer, or registers spill.
+    """
+    return 8 if width <= 64 else 16 if width <= TILE // 2 else 32
 
 
 def _forward(x: Tensor) -> Tensor:
@@ -184,7 +193,7 @@ def _forward(x: Tensor) -> Tensor:
         if width > WIDEST:
             launch(_sparsemax_wide_forward_kernel, (rows,), x, y, x.stride(0), WIDTH=width, **WIDE_ROW)
         else:
-            meta = row_tile(width, device_info(x.device), elements_per_thread=FORWARD_ELEMENTS)
+            meta = row_tile(width, device_info(x.device), elements_per_thread=_forward_elements(width))
             launch(_sparsemax_forward_kernel, (cdiv(rows, meta["BLOCK_ROWS"]),), x, y, rows, x.stride(0), WIDTH=width, **meta)
     return y
 

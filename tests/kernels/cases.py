@@ -640,7 +640,8 @@ CASES += [
         large=_layer_normed(4096),
     ),
     Case("layer_norm", _layer_normed(24, affine=False), "plain", large=_layer_normed(8192)),
-    Case("layer_norm", _layer_normed(16411), "wide", rows=(0, 2, 5), large=_layer_normed(16384)),
+    # 8 ulps: torch's own gradient on the CPU forms sum(dy * x) - mean * sum(dy) over the row, two large terms that cancel.
+    Case("layer_norm", _layer_normed(16411), "wide", ulps=8.0, rows=(0, 2, 5), large=_layer_normed(16384)),
 ]
 for _op, _eager in (("softmax", torch.nn.functional.softmax), ("sparsemax", None)):
     CASES += [
