@@ -64,8 +64,8 @@ class MHCSite(FixedBuffers):
         x, _ = state.stream
         config = self.config
         bias = self.bias.to(_wide(x)) + self.start.to(_wide(x))
-        options = {"eps": config.eps, "iterations": config.iterations}
-        u, post, mix, x = kernels.mhc_coefficients_read(x, self.phi, bias, self.alpha, **options)
+        pre, post, mix = kernels.mhc_coefficients(x, self.phi, bias, self.alpha, eps=config.eps, iterations=config.iterations)
+        u = kernels.mhc_read(x, pre)
         return (u if norm is None else norm(u)), State((x, (post, mix)), state.shared)
 
     def write(self, state: State, ys: Sequence[Tensor], post_norms: Sequence[nn.Module | None], shared: dict[str, Tensor]) -> State:

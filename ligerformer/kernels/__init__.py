@@ -9,7 +9,6 @@ from .glu import geglu, geglu_packed, swiglu, swiglu_packed
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .mhc_coefficients import mhc_coefficients, mhc_pre
-from .mhc_coefficients_read import mhc_coefficients_read
 from .mhc_stream import mhc_read, mhc_write
 from .norms import add_rms_norm, rms_norm
 from .qk_norm_rope import qk_norm_rope
@@ -31,7 +30,6 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "mhc_coefficients",
-    "mhc_coefficients_read",
     "mhc_pre",
     "mhc_read",
     "mhc_write",

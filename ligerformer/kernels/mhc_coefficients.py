@@ -26,11 +26,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import library
-from ._triton import cdiv, launch, next_power_of_2, on_device
+from ._triton import cdiv, device_info, launch, on_device
 from .checks import has_shape, is_tensor, one_of, same_device
 from .dispatch import Op, ran
-from .mhc_coefficients_triton import _mhc_finish_backward_kernel, _mhc_finish_forward_kernel, _mhc_parameters_backward_kernel
-from .mhc_project import padded_columns, project, project_backward, terms_beside
+from .mhc_coefficients_triton import (
+    _mhc_finish_backward_kernel,
+    _mhc_finish_forward_kernel,
+    _mhc_project_backward_kernel,
+    _mhc_project_forward_kernel,
+)
 
 __all__ = ["mhc_coefficients", "mhc_pre"]
 
@@ -87,19 +91,54 @@ def _mhc_pre_reference(x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, eps:
 _WHY = "tensors on a device that Triton serves"
 
 
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
 def tokens_first(x: Tensor, inner: int) -> Tensor:
     """(..., `inner` dims) -> (tokens, `inner` dims) with adjacent columns: a view where strides allow, else one copy."""
     x = x.unsqueeze(0) if x.dim() == inner else x.flatten(0, -inner - 1)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _project_sizes(x: Tensor, columns: int) -> dict[str, int]:
+    """Constants of both projection kernels: smaller blocks where fp32 products or many columns fill the registers."""
+    small = columns > 32 or x.dtype == torch.float32
+    padded, block_columns = max(16, _padded(columns)), 64 if small else 128
+    return {
+        "N": x.shape[1],
+        "K": columns,
+        "PADDED_K": padded,
+        "BLOCK_COLUMNS": block_columns,
+        "num_warps": 8,
+        "num_stages": 2 if small else 3,
+    }
+
+
+def _project(x: Tensor, phi: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, n, C), (n*C, K) -> v @ phi (splits, tokens, K) and the sum of v^2 (splits, tokens), each over a split of the columns."""
+    tokens, n, hidden_size = x.shape
+    columns = phi.shape[1]
+    sizes = _project_sizes(x, columns)
+    block_tokens, block_columns = (16 if tokens <= 512 else 64), sizes["BLOCK_COLUMNS"]
+    token_blocks, steps = cdiv(tokens, block_tokens), n * cdiv(hidden_size, block_columns)
+    wanted = cdiv(2 * device_info(x.device).num_sms, max(token_blocks, 1))  # splits that fill the device twice
+    steps_per_split = max(cdiv(steps, wanted), min(steps, 4))
+    splits = cdiv(steps, steps_per_split)
+    product = torch.empty(splits, tokens, columns, dtype=torch.float32, device=x.device)
+    squares = torch.empty(splits, tokens, dtype=torch.float32, device=x.device)
+    args = (x, phi, product, squares, tokens, hidden_size, x.stride(0), x.stride(1), steps_per_split)
+    launch(_mhc_project_forward_kernel, (token_blocks * splits,), *args, BLOCK_TOKENS=block_tokens, **sizes)
+    return product, squares
+
+
 def _finish_sizes(n: int, columns: int, iterations: int, sinkhorn_eps: float, in_out: bool) -> dict[str, int | bool]:
     """The constants that the small kernels share."""
     options = {"HAS_MIX": columns != n, "IN_OUT": in_out, "ITERATIONS": iterations, "LOG_START": sinkhorn_eps == 0}
-    return {"N": n, "PADDED_N": next_power_of_2(n), "K": columns, **options, "BLOCK_TOKENS": 32 if n <= 4 else 16, "num_warps": 4}
+    return {"N": n, "PADDED_N": _padded(n), "K": columns, **options, "BLOCK_TOKENS": 32 if n <= 4 else 16, "num_warps": 4}
 
 
-def coefficients_empty(x: Tensor, phi: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _coefficients_empty(x: Tensor, phi: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """pre, post, mix, and for the backward m (tokens, K) and rstd (tokens,); empty where not wanted."""
     lead, n, columns = x.shape[:-2], x.shape[-2], phi.shape[1]
     tokens = math.prod(lead)
@@ -108,28 +147,6 @@ def coefficients_empty(x: Tensor, phi: Tensor, save: bool) -> tuple[Tensor, Tens
     saved = ([tokens, columns], [tokens]) if save else ([0], [0])
     pre, post, mix, m, rstd = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (*shapes, *saved))
     return pre, post, mix, m, rstd
-
-
-def coefficients_forward(
-    x: Tensor,
-    phi: Tensor,
-    bias: Tensor,
-    alpha: Tensor,
-    outputs: tuple[Tensor, ...],
-    eps: float,
-    iterations: int,
-    pre_eps: float,
-    sinkhorn_eps: float,
-    in_out: bool,
-    save: bool,
-) -> None:
-    """Launch the kernels of the forward on x (tokens, n, C), into ``outputs``: pre, post, mix, m, rstd."""
-    tokens, n, hidden_size = x.shape
-    product, squares = project(x, phi)
-    sizes = _finish_sizes(n, phi.shape[1], iterations, sinkhorn_eps, in_out)
-    numbers = (tokens, product.shape[0], n * hidden_size, eps, pre_eps, sinkhorn_eps)
-    args = (product, squares, bias.contiguous(), alpha.contiguous(), *outputs, *numbers)
-    launch(_mhc_finish_forward_kernel, (cdiv(tokens, sizes["BLOCK_TOKENS"]),), *args, SAVE=save, **sizes)
 
 
 def _forward_impl(
@@ -144,51 +161,45 @@ def _forward_impl(
     in_out: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = coefficients_empty(x, phi, save)
-    ran("mhc_coefficients" if phi.shape[1] != x.shape[-2] else "mhc_pre", "forward", "triton", _WHY)
+    outputs = _coefficients_empty(x, phi, save)
+    columns = phi.shape[1]
+    x, phi, bias, alpha = tokens_first(x, 2), phi.contiguous(), bias.contiguous(), alpha.contiguous()
+    tokens, n, hidden_size = x.shape
+    ran("mhc_coefficients" if columns != n else "mhc_pre", "forward", "triton", _WHY)
     with on_device(x):
-        coefficients_forward(tokens_first(x, 2), phi, bias, alpha, outputs, eps, iterations, pre_eps, sinkhorn_eps, in_out, save)
+        product, squares = _project(x, phi)
+        sizes = _finish_sizes(n, columns, iterations, sinkhorn_eps, in_out)
+        numbers = (tokens, product.shape[0], n * hidden_size, eps, pre_eps, sinkhorn_eps)
+        grid = (cdiv(tokens, sizes["BLOCK_TOKENS"]),)
+        launch(_mhc_finish_forward_kernel, grid, product, squares, bias, alpha, *outputs, *numbers, SAVE=save, **sizes)
     return outputs
 
 
-def gradients_empty(x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward_empty(x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four gradients' shapes and dtypes; empty where not wanted."""
     return tuple(
         torch.empty(t.shape if need else [0], dtype=t.dtype, device=t.device) for t, need in zip((x, phi, bias, alpha), needed, strict=True)
     )
 
 
-def coefficients_backward(
-    incoming: tuple[Tensor | None, Tensor | None, Tensor | None],  # dpre, dpost, dmix
-    x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, m: Tensor, rstd: Tensor,
-    iterations: int, sinkhorn_eps: float, in_out: bool, needed: Sequence[bool],
-    read: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),  # du, pre, the gradient of the streams passed on
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels of the backward on x (tokens, n, C): dx, dphi, dbias and dalpha, empty where not needed."""
-    need_x, need_phi, need_bias, need_alpha = needed
-    columns = phi.shape[1]
-    _, _, dbias, dalpha = grads = list(gradients_empty(x, phi, bias, alpha, (False, False, need_bias, need_alpha)))
+def _project_backward(
+    x: Tensor, phi: Tensor, dproduct: Tensor, radial: Tensor, need_x: bool, need_phi: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx (tokens, n, C) in x's dtype and dphi (n*C, K) in fp32, each None where not needed."""
     tokens, n, hidden_size = x.shape
-    sizes = _finish_sizes(n, columns, iterations, sinkhorn_eps, in_out)
-    programs = cdiv(tokens, sizes["BLOCK_TOKENS"])
-    terms, dtype = terms_beside(x, torch.float32)
-    padded = {"PADDED_K": padded_columns(columns)}
-    sums, radial, partial = (
-        torch.empty(shape, dtype=torch.float32, device=x.device)
-        for shape in ((tokens, 2 * (iterations - 1), n), (tokens,), (programs, 2, columns))
-    )
-    dproduct = torch.empty(tokens, terms, padded["PADDED_K"], dtype=dtype, device=x.device)
-    tensors = (m, rstd, bias.contiguous(), alpha.contiguous(), sums, dproduct, radial, partial)
-    args = (*(g if g is None else g.contiguous() for g in incoming), *tensors, tokens, n * hidden_size, sinkhorn_eps)
-    launch(_mhc_finish_backward_kernel, (programs,), *args, TERMS=terms, **padded, **sizes)
-    if need_bias or need_alpha:
-        constants = {"N": n, "K": columns, **padded, "HAS_MIX": columns != n, "BLOCK": 32, "num_warps": 4}
-        args = (partial, dbias if need_bias else None, dalpha if need_alpha else None, programs)
-        launch(_mhc_parameters_backward_kernel, (1,), *args, **constants)
-    if need_x or need_phi:
-        dx, dphi = project_backward(x, phi, dproduct, radial, *read, need_x, need_phi)
-        grads[:2] = grads[0] if dx is None else dx, grads[1] if dphi is None else dphi
-    return tuple(grads)
+    columns = phi.shape[1]
+    sizes = _project_sizes(x, columns)
+    block_tokens, block_columns = 32, sizes["BLOCK_COLUMNS"]
+    column_blocks = n * cdiv(hidden_size, block_columns)
+    wanted = cdiv(4 * device_info(x.device).num_sms, column_blocks)  # splits of the tokens that fill the device four times
+    tokens_per_split = block_tokens * max(cdiv(tokens, block_tokens * wanted), 1)
+    splits = cdiv(tokens, tokens_per_split)
+    dx = torch.empty(tokens, n, hidden_size, dtype=x.dtype, device=x.device) if need_x else None
+    dphi = torch.empty(splits, n * hidden_size, columns, dtype=torch.float32, device=x.device) if need_phi else None
+    args = (dproduct, radial, x, phi, dx, dphi, tokens, hidden_size, x.stride(0), x.stride(1), tokens_per_split)
+    options = {"NEED_X": need_x, "NEED_PHI": need_phi, "BLOCK_TOKENS": block_tokens}
+    launch(_mhc_project_backward_kernel, (column_blocks * splits,), *args, **sizes, **options)
+    return dx, dphi if dphi is None else dphi.sum(0)
 
 
 def _backward_impl(
@@ -196,24 +207,62 @@ def _backward_impl(
     x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, m: Tensor, rstd: Tensor,
     iterations: int, sinkhorn_eps: float, in_out: bool, needed: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ran("mhc_coefficients" if phi.shape[1] != x.shape[-2] else "mhc_pre", "backward", "triton", _WHY)
-    inputs, options = (tokens_first(x, 2), phi, bias, alpha, m, rstd), (iterations, sinkhorn_eps, in_out, needed)
+    need_x, need_phi, need_bias, need_alpha = needed
+    grads = list(_backward_empty(x, phi, bias, alpha, [False] * 4))
+    shape, columns = x.shape, phi.shape[1]
+    x, phi = tokens_first(x, 2), phi.contiguous()
+    tokens, n, hidden_size = x.shape
+    ran("mhc_coefficients" if columns != n else "mhc_pre", "backward", "triton", _WHY)
+    sizes = _finish_sizes(n, columns, iterations, sinkhorn_eps, in_out)
+    programs = cdiv(tokens, sizes["BLOCK_TOKENS"])
+    sums, dproduct, radial, partial = (
+        torch.empty(shape, dtype=torch.float32, device=x.device)
+        for shape in ((tokens, 2 * (iterations - 1), n), (tokens, columns), (tokens,), (programs, 2, columns))
+    )
+    incoming = (g if g is None else g.contiguous() for g in (dpre, dpost, dmix))
     with on_device(x):
-        dx, *others = coefficients_backward((dpre, dpost, dmix), *inputs, *options)
-    return dx.view(x.shape) if needed[0] else dx, *others
+        args = (
+            *incoming,
+            m,
+            rstd,
+            bias.contiguous(),
+            alpha.contiguous(),
+            sums,
+            dproduct,
+            radial,
+            partial,
+            tokens,
+            n * hidden_size,
+            sinkhorn_eps,
+        )
+        launch(_mhc_finish_backward_kernel, (programs,), *args, **sizes)
+        if need_x or need_phi:
+            dx, dphi = _project_backward(x, phi, dproduct, radial, need_x, need_phi)
+            if need_x:
+                grads[0] = dx.view(shape)
+            if need_phi:
+                grads[1] = dphi.to(phi.dtype)
+    if need_bias or need_alpha:
+        dbias, dalpha = partial.sum(0)
+        if need_bias:
+            grads[2] = dbias.to(bias.dtype, copy=True)
+        if need_alpha:
+            groups = [n] if columns == n else [n, n, n * n]
+            grads[3] = torch.stack([group.sum() for group in dalpha.split(groups)]).to(alpha.dtype)
+    return tuple(grads)
 
 
 _forward = library.define(
     "mhc_coefficients_forward(Tensor x, Tensor phi, Tensor bias, Tensor alpha, float eps, int iterations, float pre_eps, "
     "float sinkhorn_eps, bool in_out, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward_impl,
-    lambda x, phi, bias, alpha, eps, iterations, pre_eps, sinkhorn_eps, in_out, save: coefficients_empty(x, phi, save),
+    lambda x, phi, bias, alpha, eps, iterations, pre_eps, sinkhorn_eps, in_out, save: _coefficients_empty(x, phi, save),
 )
 _backward = library.define(
     "mhc_coefficients_backward(Tensor? dpre, Tensor? dpost, Tensor? dmix, Tensor x, Tensor phi, Tensor bias, Tensor alpha, Tensor m, "
     "Tensor rstd, int iterations, float sinkhorn_eps, bool in_out, bool[4] needed) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward_impl,
-    lambda dpre, dpost, dmix, x, phi, bias, alpha, m, rstd, iterations, sinkhorn_eps, in_out, needed: gradients_empty(
+    lambda dpre, dpost, dmix, x, phi, bias, alpha, m, rstd, iterations, sinkhorn_eps, in_out, needed: _backward_empty(
         x, phi, bias, alpha, needed
     ),
 )
@@ -277,25 +326,6 @@ def _check(op: str, x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, numbers
             raise ValueError(f"{op}: {name} is {number!r}; expected a number that is not negative")
 
 
-def check_coefficients(
-    op: str,
-    x: Tensor,
-    phi: Tensor,
-    bias: Tensor,
-    alpha: Tensor,
-    eps: float,
-    iterations: int,
-    pre_eps: float,
-    sinkhorn_eps: float,
-    res_layout: str,
-) -> None:
-    """What the ops that make all three coefficients ask of their arguments."""
-    _check(op, x, phi, bias, alpha, {"eps": eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}, groups=3)
-    one_of(op, "res_layout", res_layout, ("out_in", "in_out"))
-    if not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(f"{op}: iterations is {iterations!r}; expected an int, at least 1")
-
-
 def mhc_coefficients(
     x: Tensor,  # (..., n, C)
     phi: Tensor,  # (n*C, n*n + 2n)
@@ -321,7 +351,11 @@ def mhc_coefficients(
     Cost: forward reads x once; backward reads x once more and writes its gradient. Saved: x, and n*n + 2n + 1 fp32 numbers a token; the
     iterations are run again in the backward, and differentiated exactly.
     """
-    check_coefficients("mhc_coefficients", x, phi, bias, alpha, eps, iterations, pre_eps, sinkhorn_eps, res_layout)
+    op = "mhc_coefficients"
+    _check(op, x, phi, bias, alpha, {"eps": eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}, groups=3)
+    one_of(op, "res_layout", res_layout, ("out_in", "in_out"))
+    if not isinstance(iterations, int) or iterations < 1:
+        raise ValueError(f"{op}: iterations is {iterations!r}; expected an int, at least 1")
     return _coefficients(x, phi, bias, alpha, float(eps), iterations, float(pre_eps), float(sinkhorn_eps), res_layout)
 
 

@@ -1,13 +1,77 @@
-"""Triton kernels for mhc_coefficients: what turns the projection and the sum of squares into coefficients, and back.
+"""Triton kernels for mhc_coefficients: a projection with its sum of squares, and what turns it into coefficients.
 
-Small kernels on (tokens, K) numbers, K = n*n + 2n, or n for the reading coefficients alone. Forward: the sigmoids, and Sinkhorn in registers.
-Backward: the same, then Sinkhorn's iterations walked back; it leaves what the large products (mhc_project.py) need.
+Forward: one pass over x gives v @ phi and the sum of v^2 (partial over column splits), then a small kernel on (tokens, K) numbers applies
+the sigmoids and Sinkhorn in registers. Backward: the small kernel again, walking Sinkhorn's iterations back, then one
+pass over x that gives dx and dphi. K = n*n + 2n, or n for the reading coefficients alone.
 """
 
 from __future__ import annotations
 
 from ._triton import tl, triton
-from .mhc_project import store_terms
+
+
+@triton.jit
+def _dot(a, b, total):
+    """total + a @ b in fp32, where a has x's dtype and b, of that or a wider dtype, keeps its precision.
+
+    bf16: b is split into two bf16 terms (16 bits of mantissa). fp16 has not the range for that: b stays fp32, multiplied at the
+    backend's default precision for fp32 (tf32 on NVIDIA GPUs, which holds fp16 exactly).
+    """
+    if a.dtype == tl.float32:
+        total = tl.dot(a, b.to(tl.float32), total, input_precision="ieee")
+    elif a.dtype == b.dtype:
+        total = tl.dot(a, b, total)
+    elif a.dtype == tl.bfloat16:
+        wide = b.to(tl.float32)
+        high = wide.to(tl.bfloat16)
+        low = (wide - high.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(a, low, tl.dot(a, high, total))
+    else:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens", "steps_per_split"])
+def _mhc_project_forward_kernel(
+    x_ptr,  # (tokens, N, hidden_size), strided
+    phi_ptr,  # (N * hidden_size, K)
+    product_ptr,  # (splits, tokens, K) fp32: v @ phi over the columns of one split
+    squares_ptr,  # (splits, tokens) fp32: the sum of v^2 over them
+    tokens,
+    hidden_size,
+    x_token_stride,
+    x_stream_stride,
+    steps_per_split,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    token_blocks = tl.cdiv(tokens, BLOCK_TOKENS)
+    split = tl.program_id(0) // token_blocks
+    rows = (tl.program_id(0) % token_blocks) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    row_mask = rows < tokens
+    x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_token_stride
+    k = tl.arange(0, PADDED_K)
+    column_blocks = tl.cdiv(hidden_size, BLOCK_COLUMNS)  # a step is one block of columns of one stream
+    first = split * steps_per_split
+    last = tl.minimum(first + steps_per_split, N * column_blocks)
+    product = tl.zeros((BLOCK_TOKENS, PADDED_K), tl.float32)
+    squares = tl.zeros((BLOCK_TOKENS, BLOCK_COLUMNS), tl.float32)
+    for step in range(first, last):
+        columns = (step % column_blocks) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        stream = step // column_blocks + tl.zeros((BLOCK_COLUMNS,), tl.int64)
+        column_mask = columns < hidden_size
+        x = tl.load(x_rows + (stream * x_stream_stride + columns)[None, :], mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+        phi_rows = phi_ptr + (stream * hidden_size + columns)[:, None] * K
+        phi = tl.load(phi_rows + k[None, :], mask=column_mask[:, None] & (k < K)[None, :], other=0.0)
+        product = _dot(x, phi, product)
+        wide = x.to(tl.float32)
+        squares += wide * wide
+    out_rows = split.to(tl.int64) * tokens + rows
+    tl.store(product_ptr + out_rows[:, None] * K + k[None, :], product, mask=row_mask[:, None] & (k < K)[None, :])
+    tl.store(squares_ptr + out_rows, tl.sum(squares, axis=1), mask=row_mask)
 
 
 @triton.jit
@@ -172,7 +236,7 @@ def _mhc_finish_backward_kernel(
     bias_ptr,
     alpha_ptr,
     sums_ptr,  # (tokens, 2 (ITERATIONS - 1), N) fp32: scratch
-    dproduct_ptr,  # (tokens, TERMS, PADDED_K): the gradient of v @ phi, 0 past column K
+    dproduct_ptr,  # (tokens, K) fp32: the gradient of v @ phi
     radial_ptr,  # (tokens,) fp32: through the statistic, v's gradient is radial * v
     partial_ptr,  # (programs, 2, K) fp32: sums over the program's tokens of dz and dz * m, where z = alpha m + bias
     tokens,
@@ -186,8 +250,6 @@ def _mhc_finish_backward_kernel(
     ITERATIONS: tl.constexpr,
     LOG_START: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    TERMS: tl.constexpr,
-    PADDED_K: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     row_mask = rows < tokens
@@ -195,11 +257,6 @@ def _mhc_finish_backward_kernel(
     i, is_stream, res, is_entry = _indices(N, PADDED_N, IN_OUT)
     partial_ptr += tl.program_id(0).to(tl.int64) * (2 * K)
     inner = tl.zeros((BLOCK_TOKENS,), tl.float32)  # sum_k dm_k m_k
-    dproduct_rows = dproduct_ptr + rows * (TERMS * PADDED_K)
-    if K < PADDED_K:
-        padding = K + tl.arange(0, PADDED_K)[None, :]
-        nothing = tl.zeros((BLOCK_TOKENS, PADDED_K), tl.float32)
-        store_terms(dproduct_rows[:, None] + padding, nothing, row_mask[:, None] & (padding < PADDED_K), TERMS, PADDED_K)
 
     mask = row_mask[:, None] & is_stream
     flat = rows[:, None] * K + i
@@ -212,7 +269,7 @@ def _mhc_finish_backward_kernel(
         dz = tl.zeros((BLOCK_TOKENS, PADDED_N), tl.float32)
         if grad_ptr is not None:
             dz = tl.load(grad_ptr + rows[:, None] * N + i, mask=mask, other=0.0).to(tl.float32) * ((group + 1) * gate * (1.0 - gate))
-        store_terms(dproduct_rows[:, None] + offset + i, dz * alpha * rstd[:, None], mask, TERMS, PADDED_K)
+        tl.store(dproduct_ptr + flat + offset, dz * alpha * rstd[:, None], mask=mask)
         inner += tl.sum(dz * alpha * m, axis=1)
         tl.store(partial_ptr + offset + i, tl.sum(dz, axis=0)[None, :], mask=is_stream)
         tl.store(partial_ptr + K + offset + i, tl.sum(dz * m, axis=0)[None, :], mask=is_stream)
@@ -229,41 +286,64 @@ def _mhc_finish_backward_kernel(
             sums_ptrs = sums_ptr + rows[:, None] * (2 * (ITERATIONS - 1) * N) + i
             padding = tl.where(is_stream, 0.0, 1.0)
             dz = _sinkhorn_backward(dmix, logits, is_entry, padding, sinkhorn_eps, sums_ptrs, mask, N, ITERATIONS, LOG_START)
-        dproduct = dz * alpha * rstd[:, None, None]
-        store_terms(dproduct_rows[:, None, None] + res, dproduct, entry_mask, TERMS, PADDED_K)
+        tl.store(dproduct_ptr + flat, dz * alpha * rstd[:, None, None], mask=entry_mask)
         inner += tl.sum(tl.sum(dz * alpha * m, axis=2), axis=1)
         tl.store(partial_ptr + res, tl.sum(dz, axis=0)[None, :, :], mask=is_entry)
         tl.store(partial_ptr + K + res, tl.sum(dz * m, axis=0)[None, :, :], mask=is_entry)
     tl.store(radial_ptr + rows, -rstd * rstd * inner / width, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["programs"])
-def _mhc_parameters_backward_kernel(
-    partial_ptr,  # (programs, 2, K) fp32
-    dbias_ptr,  # (K,), None where not needed; so is the next
-    dalpha_ptr,  # (3,), or (1,) without a mix
-    programs,
+@triton.jit(do_not_specialize=["tokens", "tokens_per_split"])
+def _mhc_project_backward_kernel(
+    dproduct_ptr,  # (tokens, K) fp32
+    radial_ptr,  # (tokens,) fp32
+    x_ptr,  # (tokens, N, hidden_size), strided
+    phi_ptr,  # (N * hidden_size, K)
+    dx_ptr,  # (tokens, N, hidden_size)
+    dphi_ptr,  # (splits, N * hidden_size, K) fp32
+    tokens,
+    hidden_size,
+    x_token_stride,
+    x_stream_stride,
+    tokens_per_split,
     N: tl.constexpr,
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
-    HAS_MIX: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NEED_X: tl.constexpr,
+    NEED_PHI: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
-    """One program: the partial sums, in an order that does not depend on the device."""
+    """A program owns one block of columns of one stream and one range of tokens."""
+    column_blocks = tl.cdiv(hidden_size, BLOCK_COLUMNS)
+    split = tl.program_id(0) // (N * column_blocks)
+    stream = ((tl.program_id(0) // column_blocks) % N).to(tl.int64)
+    columns = (tl.program_id(0) % column_blocks) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    column_mask = columns < hidden_size
+    x_columns = x_ptr + stream * x_stream_stride + columns[None, :]
     k = tl.arange(0, PADDED_K)
-    dz = tl.zeros((BLOCK, PADDED_K), tl.float32)
-    dz_m = tl.zeros((BLOCK, PADDED_K), tl.float32)
-    for first in range(0, programs, BLOCK):
-        rows = first + tl.arange(0, BLOCK)[:, None]
-        ptrs = partial_ptr + rows.to(tl.int64) * (2 * K) + k[None, :]
-        mask = (rows < programs) & (k < K)[None, :]
-        dz += tl.load(ptrs, mask=mask, other=0.0)
-        dz_m += tl.load(ptrs + K, mask=mask, other=0.0)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + k, tl.sum(dz, axis=0), mask=k < K)
-    if dalpha_ptr is not None:
-        sums = tl.sum(dz_m, axis=0)
-        tl.store(dalpha_ptr, tl.sum(tl.where(k < N, sums, 0.0)))
-        if HAS_MIX:
-            tl.store(dalpha_ptr + 1, tl.sum(tl.where((k >= N) & (k < 2 * N), sums, 0.0)))
-            tl.store(dalpha_ptr + 2, tl.sum(tl.where(k >= 2 * N, sums, 0.0)))
+    phi_rows = stream * hidden_size + columns
+    phi_mask = column_mask[:, None] & (k < K)[None, :]
+    if NEED_X:
+        phi = tl.load(phi_ptr + phi_rows[:, None] * K + k[None, :], mask=phi_mask, other=0.0).to(tl.float32)
+        phi = tl.trans(phi)  # (PADDED_K, BLOCK_COLUMNS)
+    dphi = tl.zeros((BLOCK_COLUMNS, PADDED_K), tl.float32)
+    first = split * tokens_per_split
+    last = tl.minimum(first + tokens_per_split, tokens)
+    for start in range(first, last, BLOCK_TOKENS):
+        rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
+        row_mask = rows < last
+        mask = row_mask[:, None] & column_mask[None, :]
+        dproduct = tl.load(dproduct_ptr + rows[:, None] * K + k[None, :], mask=row_mask[:, None] & (k < K)[None, :], other=0.0)
+        x = tl.load(x_columns + rows[:, None] * x_token_stride, mask=mask, other=0.0)
+        if NEED_PHI:
+            dphi = _dot(tl.trans(x), dproduct, dphi)
+        if NEED_X:
+            radial = tl.load(radial_ptr + rows, mask=row_mask, other=0.0)
+            dx = x.to(tl.float32) * radial[:, None]
+            # For half dtypes the backend's default precision (tf32 on NVIDIA GPUs): finer than what dx is rounded to.
+            dx = tl.dot(dproduct, phi, dx, input_precision="ieee" if x.dtype == tl.float32 else None)
+            tl.store(dx_ptr + (rows[:, None] * N + stream) * hidden_size + columns[None, :], dx, mask=mask)
+    if NEED_PHI:
+        dphi_rows = split.to(tl.int64) * N * hidden_size + phi_rows
+        tl.store(dphi_ptr + dphi_rows[:, None] * K + k[None, :], dphi, mask=phi_mask)

@@ -59,8 +59,7 @@ def _mhc_read_forward_kernel(
     columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     streams = tl.arange(0, PADDED_N)[:, None].to(tl.int64)
     x = _load(x_ptr + token * x_token_stride + streams * x_stream_stride + columns, (streams < N) & (columns < hidden_size))
-    stream = tl.arange(0, PADDED_N)
-    pre = _load(pre_ptr + token * N + stream, stream < N)[:, None]
+    pre = _load(pre_ptr + token * N + streams, streams < N)
     tl.store(out_ptr + token * hidden_size + columns, tl.sum(pre * x, axis=0)[None, :], mask=columns < hidden_size)
 
 
@@ -89,8 +88,7 @@ def _mhc_read_backward_kernel(
     """A program serves one token."""
     token = tl.program_id(0).to(tl.int64)
     streams = tl.arange(0, PADDED_N)[:, None].to(tl.int64)
-    stream = tl.arange(0, PADDED_N)
-    pre = _load(pre_ptr + token * N + stream, stream < N)[:, None]
+    pre = _load(pre_ptr + token * N + streams, streams < N)
     products = tl.zeros((PADDED_N, BLOCK), tl.float32)
     for start in range(0, hidden_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]
@@ -102,12 +100,6 @@ def _mhc_read_backward_kernel(
             tl.store(dx_ptr + (token * N + streams) * hidden_size + columns, pre * grad, mask=mask)
     if NEED_PRE:
         tl.store(dpre_ptr + token * N + streams, tl.sum(products, axis=1)[:, None], mask=streams < N)
-
-
-@triton.jit
-def _sum_own(products, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER_THREAD: tl.constexpr):
-    """(ROWS, BLOCK) -> (ROWS, BLOCK // PER_THREAD): the sum of adjacent columns, which one thread holds."""
-    return tl.sum(tl.reshape(products, (ROWS, BLOCK // PER_THREAD, PER_THREAD)), axis=2)
 
 
 @triton.jit
@@ -133,10 +125,9 @@ def _mhc_write_forward_kernel(
     streams = tl.arange(0, PADDED_N)[:, None].to(tl.int64)
     x = _load(x_ptr + token * x_token_stride + streams * x_stream_stride + columns, (streams < N) & column_mask)
     y = _load(y_ptr + token * y_token_stride + columns, column_mask)
-    stream = tl.arange(0, PADDED_N)
     for out in tl.static_range(N):
         post = tl.load(post_ptr + token * N + out).to(tl.float32)
-        row = _load(mix_ptr + (token * N + out) * N + stream, stream < N)[:, None]
+        row = _load(mix_ptr + (token * N + out) * N + streams, streams < N)
         total = post * y + tl.sum(row * x, axis=0)[None, :]
         tl.store(out_ptr + (token * N + out) * hidden_size + columns, total, mask=column_mask)
 
@@ -165,46 +156,35 @@ def _mhc_write_backward_kernel(
     NEED_POST: tl.constexpr,
     NEED_MIX: tl.constexpr,
     BLOCK: tl.constexpr,
-    PER_THREAD: tl.constexpr,
 ):
-    """A program serves one token: four gradients in one pass over the incoming one.
-
-    Of the n*n + n sums over the columns a thread keeps one number each, not one a column: registers decide how many loads are in flight.
-    """
+    """A program serves one token: four gradients in one pass over the incoming one."""
     token = tl.program_id(0).to(tl.int64)
     streams = tl.arange(0, PADDED_N)[:, None].to(tl.int64)
-    stream = tl.arange(0, PADDED_N)
-    post = _load(post_ptr + token * N + stream, stream < N)[:, None]
-    mix, dmix = (), ()  # of each old stream: what the new ones took (PADDED_N, 1), and its gradient (PADDED_N, BLOCK // PER_THREAD)
-    for into in tl.static_range(N):
-        mix += (_load(mix_ptr + (token * N + stream) * N + into, stream < N)[:, None],)
-        dmix += (tl.zeros((PADDED_N, BLOCK // PER_THREAD), tl.float32),)
-    dpost = tl.zeros((PADDED_N, BLOCK // PER_THREAD), tl.float32)
+    post = _load(post_ptr + token * N + streams, streams < N)
+    dpost = tl.zeros((PADDED_N, BLOCK), tl.float32)
+    dmix = tl.zeros((PADDED_N, PADDED_N, BLOCK), tl.float32)
     for start in range(0, hidden_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]
         column_mask = columns < hidden_size
-        grad = _load(grad_ptr + token * grad_token_stride + streams * grad_stream_stride + columns, (streams < N) & column_mask)
+        mask = (streams < N) & column_mask
+        grad = _load(grad_ptr + token * grad_token_stride + streams * grad_stream_stride + columns, mask)
         if NEED_MIX:
-            grown = ()
-            x_ptrs = x_ptr + token * x_token_stride + columns
-            for into in tl.static_range(N):
-                x = _load(x_ptrs, column_mask)
-                x_ptrs += x_stream_stride
-                grown += (dmix[into] + _sum_own(grad * x, PADDED_N, BLOCK, PER_THREAD),)
-            dmix = grown
+            x = _load(x_ptr + token * x_token_stride + streams * x_stream_stride + columns, mask)
+            dmix += grad[:, None, :] * x[None, :, :]
         if NEED_POST:
-            dpost += _sum_own(grad * _load(y_ptr + token * y_token_stride + columns, column_mask), PADDED_N, BLOCK, PER_THREAD)
+            dpost += grad * _load(y_ptr + token * y_token_stride + columns, column_mask)
         if NEED_Y:
             tl.store(dy_ptr + token * hidden_size + columns, tl.sum(post * grad, axis=0)[None, :], mask=column_mask)
         if NEED_X:
             for into in tl.static_range(N):
-                dx = tl.sum(mix[into] * grad, axis=0)[None, :]
+                column = _load(mix_ptr + (token * N + streams) * N + into, streams < N)
+                dx = tl.sum(column * grad, axis=0)[None, :]
                 tl.store(dx_ptr + (token * N + into) * hidden_size + columns, dx, mask=column_mask)
     if NEED_POST:
         tl.store(dpost_ptr + token * N + streams, tl.sum(dpost, axis=1)[:, None], mask=streams < N)
     if NEED_MIX:
-        for into in tl.static_range(N):
-            tl.store(dmix_ptr + (token * N + streams) * N + into, tl.sum(dmix[into], axis=1)[:, None], mask=streams < N)
+        into = tl.arange(0, PADDED_N)[None, :]
+        tl.store(dmix_ptr + (token * N + streams) * N + into, tl.sum(dmix, axis=2), mask=(streams < N) & (into < N))
 
 
 _WHY = "tensors on a device that Triton serves"
@@ -217,40 +197,15 @@ def _sizes(x: Tensor, hidden_size: int) -> dict[str, int]:
     return {"N": n, "PADDED_N": next_power_of_2(n), "BLOCK": 32 * per_thread * num_warps, "num_warps": num_warps}
 
 
-# (columns, warps) of a block of the write's backward for up to 4 streams and for up to 8, by bytes of an element of x.
-WRITE_BACKWARD_BLOCKS = {(4, 2): (1024, 4), (8, 2): (512, 4), (4, 4): (512, 4), (8, 4): (256, 4)}
-
-
-def _write_backward_sizes(x: Tensor, hidden_size: int) -> dict[str, int]:
-    """Constants of the write's backward: a block of narrow streams has fewer warps, not fewer columns a thread."""
-    n = x.shape[1]
-    block, num_warps = WRITE_BACKWARD_BLOCKS[4 if n <= 4 else 8, x.element_size()]
-    per_thread = block // (32 * num_warps)
-    num_warps = min(max(next_power_of_2(hidden_size) // (32 * per_thread), 1), num_warps)
-    return {"N": n, "PADDED_N": next_power_of_2(n), "BLOCK": 32 * per_thread * num_warps, "PER_THREAD": per_thread, "num_warps": num_warps}
-
-
-def read_forward(x: Tensor, pre: Tensor, out: Tensor) -> None:
-    """Launch the read of x (tokens, n, C) with contiguous ``pre`` into ``out``."""
-    tokens, _, hidden_size = x.shape
-    sizes = _sizes(x, hidden_size)
-    grid = (tokens * cdiv(hidden_size, sizes["BLOCK"]),)
-    launch(_mhc_read_forward_kernel, grid, x, pre, out, hidden_size, x.stride(0), x.stride(1), **sizes)
-
-
-def read_backward(grad: Tensor, x: Tensor, pre: Tensor, dx: Tensor | None, dpre: Tensor | None) -> None:
-    """Launch its backward on ``grad`` (tokens, C): what dx and dpre are given for."""
-    tokens, _, hidden_size = x.shape
-    args = (grad, x, pre, dx, dpre, hidden_size, grad.stride(0), x.stride(0), x.stride(1))
-    flags = {"NEED_X": dx is not None, "NEED_PRE": dpre is not None}
-    launch(_mhc_read_backward_kernel, (tokens,), *args, **flags, **_sizes(x, hidden_size))
-
-
 def _read_forward_impl(x: Tensor, pre: Tensor) -> Tensor:
     out = _read_forward_fake(x, pre)
+    x, pre = tokens_first(x, 2), pre.contiguous()
+    tokens, _, hidden_size = x.shape
     ran("mhc_read", "forward", "triton", _WHY)
+    sizes = _sizes(x, hidden_size)
     with on_device(x):
-        read_forward(tokens_first(x, 2), pre.contiguous(), out)
+        grid = (tokens * cdiv(hidden_size, sizes["BLOCK"]),)
+        launch(_mhc_read_forward_kernel, grid, x, pre, out, hidden_size, x.stride(0), x.stride(1), **sizes)
     return out
 
 
@@ -265,10 +220,12 @@ def _empty_like_needed(needed: Sequence[bool], *tensors: Tensor) -> tuple[Tensor
 
 def _read_backward_impl(grad: Tensor, x: Tensor, pre: Tensor, needed: Sequence[bool]) -> tuple[Tensor, ...]:
     outputs = _empty_like_needed(needed, x, pre)
+    grad, x, pre = tokens_first(grad, 1), tokens_first(x, 2), pre.contiguous()
+    tokens, _, hidden_size = x.shape
     ran("mhc_read", "backward", "triton", _WHY)
-    dx, dpre = (out if need else None for out, need in zip(outputs, needed, strict=True))
     with on_device(x):
-        read_backward(tokens_first(grad, 1), tokens_first(x, 2), pre.contiguous(), dx, dpre)
+        args = (grad, x, pre, *outputs, hidden_size, grad.stride(0), x.stride(0), x.stride(1))
+        launch(_mhc_read_backward_kernel, (tokens,), *args, NEED_X=needed[0], NEED_PRE=needed[1], **_sizes(x, hidden_size))
     return outputs
 
 
@@ -294,7 +251,11 @@ def _write_backward_impl(grad: Tensor, x: Tensor, y: Tensor, post: Tensor, mix: 
     grad, x, y, post, mix = tokens_first(grad, 2), tokens_first(x, 2), tokens_first(y, 1), post.contiguous(), mix.contiguous()
     tokens, _, hidden_size = x.shape
     ran("mhc_write", "backward", "triton", _WHY)
-    sizes = _write_backward_sizes(x, hidden_size)
+    sizes = _sizes(x, hidden_size)
+    if sizes["PADDED_N"] > 4:  # the n*n sums a column leave registers for two columns a thread
+        sizes |= {"BLOCK": 256, "num_warps": 4}
+    elif sizes["num_warps"] < 4:
+        sizes["BLOCK"] //= 2
     flags = dict(zip(("NEED_X", "NEED_Y", "NEED_POST", "NEED_MIX"), needed, strict=True))
     with on_device(x):
         strides = (grad.stride(0), grad.stride(1), x.stride(0), x.stride(1), y.stride(0))

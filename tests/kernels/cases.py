@@ -532,20 +532,6 @@ CASES += [
         large=_mhc_coefficients(4, 4096, phi_wide=True, pre_eps=1e-6, sinkhorn_eps=1e-6, res_layout="in_out"),
     ),
     Case(
-        "mhc_coefficients_read",
-        _mhc_coefficients(4, 133, phi_wide=True, iterations=5),
-        ulps=16.0,
-        inside=True,
-        wrong=(*_MHC_WRONG, Wrong("iterations", lambda args, kwargs: kwargs.update(iterations=0), ValueError, "iterations is 0")),
-        large=_mhc_coefficients(4, 4096, phi_wide=True),
-    ),
-    Case(
-        "mhc_coefficients_read",
-        _mhc_coefficients(3, 37, iterations=3, pre_eps=1e-6, sinkhorn_eps=1e-6, res_layout="in_out"),
-        "in_out",
-        ulps=16.0,
-    ),
-    Case(
         "mhc_pre",
         _mhc_coefficients(4, 133, groups=1, phi_wide=True),
         ulps=24.0,  # alpha's gradient is one sum of signed terms, of which random incoming gradients cancel a part

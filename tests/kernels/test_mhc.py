@@ -36,15 +36,6 @@ def sublayer(x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, y_scale: Tenso
     return kernels.mhc_write(x, torch.tanh(kernels.mhc_read(x, pre) * y_scale), post, mix)
 
 
-def fused_sublayer(x: Tensor, phi: Tensor, bias: Tensor, alpha: Tensor, y_scale: Tensor, **options: Any) -> Tensor:
-    """The same, with the streams passed through one op to the write."""
-    u, post, mix, x = kernels.mhc_coefficients_read(x, phi, bias, alpha, **options)
-    return kernels.mhc_write(x, torch.tanh(u * y_scale), post, mix)
-
-
-SUBLAYERS = {"apart": sublayer, "fused": fused_sublayer}
-
-
 def near(a: Tensor, b: Tensor, ulps: float) -> None:
     """max|a - b| / max|b| in units of the epsilon of ``a``'s dtype."""
     error = (a.double() - b.double()).abs().max().item()
@@ -53,24 +44,22 @@ def near(a: Tensor, b: Tensor, ulps: float) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", SUBLAYERS)
-def test_gradcheck_of_a_sublayer(kind: str, n: int, form: str) -> None:
+def test_gradcheck_of_a_sublayer(n: int, form: str) -> None:
     x, y_scale = streams(2, n, 3, device="cpu", dtype=torch.float64), streams(3, device="cpu", dtype=torch.float64, seed=1)
     inputs = [t.requires_grad_() for t in (x, *parameters(n, 3, "cpu", torch.float64), y_scale)]
-    torch.autograd.gradcheck(lambda *args: SUBLAYERS[kind](*args, iterations=5, **FORMS[form]), inputs)
+    torch.autograd.gradcheck(lambda *args: sublayer(*args, iterations=5, **FORMS[form]), inputs)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", SUBLAYERS)
-def test_kernels_against_fp64(kind: str, n: int, form: str, device: str, triton_dtype: torch.dtype) -> None:
+def test_kernels_against_fp64(n: int, form: str, device: str, triton_dtype: torch.dtype) -> None:
     """A whole sublayer, forward and backward. Gradients add three terms that were each rounded to x's dtype: hence 8 ulps."""
     inputs = (streams(5, n, 45, device=device, dtype=triton_dtype), *parameters(n, 45, device, torch.float32))
     inputs = (*inputs, streams(45, device=device, dtype=triton_dtype, seed=1))
     grown = [t.clone().requires_grad_() for t in inputs]
     exact = [t.double().requires_grad_() for t in inputs]
     with kernels.use("triton"):
-        out = SUBLAYERS[kind](*grown, **FORMS[form])
+        out = sublayer(*grown, **FORMS[form])
         grad = streams(*out.shape, device=device, dtype=out.dtype, seed=2)
         grads = torch.autograd.grad(out, grown, grad)
     with kernels.use("reference"):
@@ -157,9 +146,8 @@ def test_scaling_the_streams_leaves_the_coefficients(mode: str, device: str) -> 
         near(a, b, 4)
 
 
-@pytest.mark.parametrize("kind", SUBLAYERS)
 @pytest.mark.parametrize("tokens, n, hidden_size", [(1, 4, 1), (1, 8, 5), (13, 2, 127), (13, 5, 129), (83, 1, 140), (66, 2, 257)])
-def test_ragged_sizes(kind: str, tokens: int, n: int, hidden_size: int, device: str) -> None:
+def test_ragged_sizes(tokens: int, n: int, hidden_size: int, device: str) -> None:
     """Odd and prime sizes, one token, several splits of columns (forward) and of tokens (backward)."""
     inputs = (streams(tokens, n, hidden_size, device=device, dtype=torch.float32), *parameters(n, hidden_size, device, torch.float32))
     inputs = (*inputs, torch.ones(hidden_size, device=device))
@@ -167,25 +155,10 @@ def test_ragged_sizes(kind: str, tokens: int, n: int, hidden_size: int, device: 
     for mode, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         grown = [t.to(dtype).requires_grad_() for t in inputs]
         with kernels.use(mode):
-            out = SUBLAYERS[kind](*grown, eps=1e-6, iterations=3)
+            out = sublayer(*grown, eps=1e-6, iterations=3)
             results.append((out, *torch.autograd.grad(out, grown, torch.ones_like(out))))
     for a, b in zip(*results, strict=True):
         near(a, b, 32)  # sums over tokens of terms that cancel
-
-
-def test_the_streams_gradient_is_one_tensor(device: str) -> None:
-    """The sum of what the write and the read send back is rounded once; where nothing was read, the write's gradient passes as it is."""
-    n, hidden_size = 2, 16
-    x = streams(4, n, hidden_size, device=device, dtype=torch.float16).requires_grad_()
-    phi, bias, alpha = parameters(n, hidden_size, device, torch.float32)
-    with kernels.use("triton"):
-        u, _, _, passed = kernels.mhc_coefficients_read(x, phi * 0, bias, alpha, eps=1e-6)
-        through = torch.full_like(x, 1.0)
-        (got,) = torch.autograd.grad((u, passed), x, (torch.full_like(u, 0.25), through))
-        (alone,) = torch.autograd.grad(kernels.mhc_coefficients_read(x, phi, bias, alpha, eps=1e-6)[3], x, through)
-    pre = torch.sigmoid(bias[:n].double())
-    assert torch.equal(got, (1 + 0.25 * pre)[None, :, None].expand_as(got).to(got.dtype))
-    assert torch.equal(alone, through)
 
 
 @pytest.mark.parametrize("mode", MODES)

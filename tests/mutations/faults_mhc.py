@@ -5,20 +5,22 @@ from __future__ import annotations
 from .fault import Fault, precision, table
 
 _OUT_IN, _IN_OUT, _PRE = precision("mhc_coefficients"), precision("mhc_coefficients-in_out"), precision("mhc_pre")
-_PUBLISHED = ("kernels/test_mhc.py::test_kernels_against_fp64[float32-apart-published-3]",)
-
-_FUSED = precision("mhc_coefficients_read")
+_PUBLISHED = ("kernels/test_mhc.py::test_kernels_against_fp64[float32-published-3]",)
 
 MHC: list[Fault] = table(
-    "kernels/mhc_project.py",
-    ("mhc-phi-terms-last-coefficient", "mask=(row < rows) & (k < K)", "mask=(row < rows) & (k < K - 1)", _PRE),
-    ("mhc-phi-terms-last-row", "phi, row < rows, TERMS", "phi, row < rows - 1, TERMS", _PRE),
+    "kernels/mhc_coefficients_triton.py",
     ("mhc-project-sign", "product = _dot(x, phi", "product = _dot(-x, phi", _OUT_IN + _PRE),
-    ("mhc-project-squares-sign", "squares += tl.sum(", "squares -= tl.sum(", _PRE),
+    ("mhc-project-squares-sign", "squares += wide * wide", "squares -= wide * wide", _PRE),
     (
         "mhc-project-last-column",
-        "column_mask = columns < hidden_size\n        x_columns",
-        "column_mask = columns < hidden_size - 1\n        x_columns",
+        "column_mask = columns < hidden_size\n        x",
+        "column_mask = columns < hidden_size - 1\n        x",
+        _PRE,
+    ),
+    (
+        "mhc-project-last-coefficient",
+        "mask=column_mask[:, None] & (k < K)[None, :], other=0.0)\n        product",
+        "mask=column_mask[:, None] & (k < K - 1)[None, :], other=0.0)\n        product",
         _PRE,
     ),
     (
@@ -27,34 +29,7 @@ MHC: list[Fault] = table(
         "tl.minimum(first + steps_per_split, N * column_blocks - 1)",
         _PRE,
     ),
-    ("mhc-project-backward-sign", "dx += x.to(tl.float32) *", "dx -= x.to(tl.float32) *", _PRE),
-    ("mhc-project-backward-last-token", "row_mask = rows < last", "row_mask = rows < last - 1", _PRE),
-    (
-        "mhc-project-backward-last-column",
-        "column_mask = columns < hidden_size\n    terms",
-        "column_mask = columns < hidden_size - 1\n    terms",
-        _PRE,
-    ),
-    (
-        "mhc-project-backward-last-coefficient",
-        "mask=column_mask[None, :] & (k < K), other",
-        "mask=column_mask[None, :] & (k < K - 1), other",
-        _PRE,
-    ),
-    ("mhc-project-backward-read-sign", "dx += du *", "dx -= du *", _FUSED),
-    ("mhc-project-backward-read-stream", "pre_ptr + rows * N + stream", "pre_ptr + rows * N + (N - 1 - stream)", _FUSED),
-    ("mhc-project-backward-through-sign", "dx += tl.load(through_ptr", "dx -= tl.load(through_ptr", _FUSED),
-    (
-        "mhc-project-backward-through-stream",
-        "through_columns = (stream * through",
-        "through_columns = ((N - 1 - stream) * through",
-        _FUSED,
-    ),
-)
-
-MHC += table(
-    "kernels/mhc_coefficients_triton.py",
-    ("mhc-splits", "for _ in range(1, splits)", "for _ in range(2, splits)", ("kernels/test_mhc.py::test_ragged_sizes[66-2-257-apart]",)),
+    ("mhc-splits", "for _ in range(1, splits)", "for _ in range(2, splits)", ("kernels/test_mhc.py::test_ragged_sizes[66-2-257]",)),
     ("mhc-layout", "(into * N + out if IN_OUT else out * N + into)", "(out * N + into if IN_OUT else into * N + out)", _OUT_IN + _IN_OUT),
     ("mhc-finish-pre-sign", "pre = tl.sigmoid(tl.load", "pre = tl.sigmoid(-tl.load", _PRE),
     ("mhc-finish-post-sign", "post = 2.0 *", "post = -2.0 *", _OUT_IN),
@@ -73,11 +48,20 @@ MHC += table(
     ("mhc-sinkhorn-backward-first-step", "step = ITERATIONS - 2 - back", "step = back", _OUT_IN),
     ("mhc-sinkhorn-backward-log-sign", "grad - softmax * tl.sum(grad", "grad + softmax * tl.sum(grad", _OUT_IN),
     ("mhc-sinkhorn-backward-start-sign", "softmax * (grad - tl.sum(", "softmax * (grad + tl.sum(", _IN_OUT),
-    ("mhc-parameters-bias-sign", "dz += tl.load(ptrs,", "dz -= tl.load(ptrs,", _PRE + _OUT_IN),
-    ("mhc-parameters-alpha-sign", "dz_m += tl.load(", "dz_m -= tl.load(", _PRE + _OUT_IN),
-    ("mhc-parameters-last-program", "rows < programs", "rows < programs - 1", _PRE),
-    ("mhc-parameters-last-coefficient", "mask=k < K)", "mask=k < K - 1)", _PRE),
-    ("mhc-parameters-groups", "(k >= N) & (k < 2 * N)", "(k >= N) & (k < 2 * N - 1)", _OUT_IN),
+    ("mhc-project-backward-sign", "x.to(tl.float32) * radial", "x.to(tl.float32) * -radial", _PRE),
+    ("mhc-project-backward-last-token", "row_mask = rows < last", "row_mask = rows < last - 1", _PRE),
+    (
+        "mhc-project-backward-last-column",
+        "column_mask = columns < hidden_size\n    x_columns",
+        "column_mask = columns < hidden_size - 1\n    x_columns",
+        _PRE,
+    ),
+    (
+        "mhc-project-backward-last-coefficient",
+        "row_mask[:, None] & (k < K)[None, :], other=0.0)\n        x = ",
+        "row_mask[:, None] & (k < K - 1)[None, :], other=0.0)\n        x = ",
+        _PRE,
+    ),
 )
 
 _READ, _WRITE = precision("mhc_read-3"), precision("mhc_write-3")
@@ -85,12 +69,7 @@ _READ, _WRITE = precision("mhc_read-3"), precision("mhc_write-3")
 MHC += table(
     "kernels/mhc_stream.py",
     ("mhc-read-forward-sign", "tl.sum(pre * x, axis=0)", "tl.sum(-pre * x, axis=0)", _READ),
-    (
-        "mhc-read-forward-last-stream",
-        "stream, stream < N)[:, None]\n    tl.store(out_ptr",
-        "stream, stream < N - 1)[:, None]\n    tl.store(out_ptr",
-        _READ,
-    ),
+    ("mhc-read-forward-last-stream", "streams < N)\n    tl.store(out_ptr", "streams < N - 1)\n    tl.store(out_ptr", _READ),
     ("mhc-read-forward-edge", "(streams < N) & (columns < hidden_size))\n", "(streams < N) & (columns < hidden_size - 1))\n", _READ),
     ("mhc-read-backward-sign", "pre * grad, mask=mask)", "-pre * grad, mask=mask)", _READ),
     ("mhc-read-backward-coefficient-sign", "products += grad *", "products -= grad *", _READ),
@@ -109,40 +88,35 @@ MHC += table(
     ),
     (
         "mhc-write-forward-transposed",
-        "mix_ptr + (token * N + out) * N + stream, stream < N)",
-        "mix_ptr + (token * N + stream) * N + out, stream < N)",
+        "mix_ptr + (token * N + out) * N + streams, streams < N)",
+        "mix_ptr + (token * N + streams) * N + out, streams < N)",
         _WRITE,
     ),
     (
         "mhc-write-forward-last-stream",
-        "(token * N + out) * N + stream, stream < N)",
-        "(token * N + out) * N + stream, stream < N - 1)",
+        "(token * N + out) * N + streams, streams < N)",
+        "(token * N + out) * N + streams, streams < N - 1)",
         _WRITE,
     ),
-    ("mhc-write-backward-sign", "_sum_own(grad * x,", "_sum_own(-grad * x,", _WRITE),
-    (
-        "mhc-write-backward-mix-transposed",
-        "dmix_ptr + (token * N + streams) * N + into",
-        "dmix_ptr + (token * N + into) * N + streams",
-        _WRITE,
-    ),
-    ("mhc-write-backward-post-sign", "dpost += _sum_own(", "dpost -= _sum_own(", _WRITE),
+    ("mhc-write-backward-sign", "dmix += grad", "dmix -= grad", _WRITE),
+    ("mhc-write-backward-mix-transposed", "grad[:, None, :] * x[None, :, :]", "x[:, None, :] * grad[None, :, :]", _WRITE),
+    ("mhc-write-backward-post-sign", "dpost += grad", "dpost -= grad", _WRITE),
     (
         "mhc-write-backward-edge",
-        "column_mask = columns < hidden_size\n        grad",
-        "column_mask = columns < hidden_size - 1\n        grad",
+        "column_mask = columns < hidden_size\n        mask",
+        "column_mask = columns < hidden_size - 1\n        mask",
         _WRITE,
     ),
     (
         "mhc-write-backward-transposed",
-        "(token * N + stream) * N + into, stream < N)",
-        "(token * N + into) * N + stream, stream < N)",
+        "mix_ptr + (token * N + streams) * N + into, streams < N)",
+        "mix_ptr + (token * N + into) * N + streams, streams < N)",
         _WRITE,
     ),
     (
         "mhc-write-backward-last-stream",
-        "(token * N + stream) * N + into, stream < N)",
-        "(token * N + stream) * N + into, stream < N - 1)",
+        "(token * N + streams) * N + into, streams < N)",
+        "(token * N + streams) * N + into, streams < N - 1)",
         _WRITE,
     ),
 )
