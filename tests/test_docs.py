@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ligerformer
+from benchmarks import tables
 from ligerformer import cli, configs, kernels
 from ligerformer.configs import registry
 from ligerformer.configs.model import OWN_KEYS
@@ -257,10 +258,22 @@ def test_every_error_class_of_the_page_is_what_it_says() -> None:
 
 def test_measured_figures_are_those_of_the_results() -> None:
     """Every row of the README's table of training steps stands in a results file, to the digits shown."""
-    sides = {"ours": "ours", "transformers": "hf", "transformers + Liger-Kernel": "liger"}
+    sides = {  # (end of the file's name, side)
+        "ours": ("", "ours"),
+        "transformers": ("", "hf"),
+        "transformers + Liger-Kernel": ("", "liger"),
+        'ours, `recompute="cheap"`': ("-recompute", "cheap"),
+        "ours, one CUDA graph": ("-captured", "captured"),
+    }
     rows = re.findall(r"^\| (\d+x\d+) \| (.+?) \| ([\d,]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), flags=re.M)
-    assert len(rows) == 5
+    assert len(rows) == 7
     for size, side, tokens_per_s, peak in rows:
-        (path,) = (ROOT / "benchmarks" / "results").glob(f"*-llama-3.2-1b-{size}.json")
-        measured = json.loads(path.read_text())["rows"][sides[side]]
+        end, side = sides[side]
+        (path,) = (ROOT / "benchmarks" / "results").glob(f"*-llama-3.2-1b-{size}{end}.json")
+        measured = json.loads(path.read_text())["rows"][side]
         assert tokens_per_s == f"{measured['tokens_per_s']:,.0f}" and peak == f"{measured['peak_gib']:.2f}"
+
+
+def test_the_table_of_kernels_is_that_of_the_results() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert tables.filled(page) == page, "run python -m benchmarks.tables"
