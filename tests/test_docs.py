@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ligerformer
-from benchmarks import tables
+from benchmarks.tables import filled
 from ligerformer import cli, configs, kernels
 from ligerformer.configs import registry
 from ligerformer.configs.model import OWN_KEYS
@@ -276,4 +276,4 @@ def test_measured_figures_are_those_of_the_results() -> None:
 
 def test_the_table_of_kernels_is_that_of_the_results() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
-    assert tables.filled(page) == page, "run python -m benchmarks.tables"
+    assert filled(page) == page, "run python -m benchmarks.tables"
