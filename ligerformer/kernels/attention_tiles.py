@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
 
 
 # Tile sizes by kernel, then by (class of the device and dtype, head_dim up to). "half": fp16 and bf16; large: at least 160 KB of shared
-# memory a block (A100, Hopper, datacentre Blackwell); small: other NVIDIA GPUs (99 KB); hip: AMD, 64 KB. fp32 runs without tensor cores.
+# memory a block (A100, Hopper; datacentre Blackwell takes Hopper's, but where it has its own); small: other NVIDIA GPUs (99 KB); hip: AMD, 64 KB. fp32 runs without tensor cores.
 # On Hopper eight warps are two groups of 64 rows: 64 rows of scores over eight warps are computed twice. Its tiles were timed on an H200.
 _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
     "forward": {
@@ -52,6 +52,7 @@ _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
         ("hopper half", 64): Tiles(64, 64, 4, 2),
         ("hopper half", 128): Tiles(32, 64, 4, 3),
         ("hopper half", 256): Tiles(64, 64, 8, 2),
+        ("blackwell half", 256): Tiles(32, 64, 8, 2),
         ("small half", 64): Tiles(64, 64, 4, 2),
         ("small half", 128): Tiles(32, 64, 4, 2),
         ("small half", 256): Tiles(16, 32, 4, 1),
@@ -85,14 +86,16 @@ _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
 def tiles(kernel: str, head_dim: int, dtype: torch.dtype, info: DeviceInfo) -> Tiles:
     """The tile sizes of one kernel ("forward", "few", "dkdv", "dq") for a head_dim, a dtype and a device: a table, no measuring."""
     if dtype == torch.float32:
-        kind = "fp32"
+        kinds = ("fp32",)
     elif kernel == "few":
-        kind = "half"
+        kinds = ("half",)
     elif info.vendor == "hip":
-        kind = "hip half"
-    elif info.arch in (90, 100, 103):
-        kind = "hopper half"
+        kinds = ("hip half",)
+    elif info.arch in (100, 103):
+        kinds = ("blackwell half", "hopper half")
+    elif info.arch == 90:
+        kinds = ("hopper half",)
     else:
-        kind = "large half" if info.arch == 80 else "small half"
-    table = _TILES[kernel]
-    return next(table[kind, limit] for limit in (64, 128, 256) if head_dim <= limit and (kind, limit) in table)
+        kinds = ("large half",) if info.arch == 80 else ("small half",)
+    found = ((kind, limit) for limit in (64, 128, 256) if head_dim <= limit for kind in kinds)
+    return next(_TILES[kernel][key] for key in found if key in _TILES[kernel])
