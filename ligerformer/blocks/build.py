@@ -24,8 +24,8 @@ def build(
 
     ``config`` is a dict or a ModelConfig; ``device`` and ``dtype`` default to torch's defaults ("meta" allocates nothing). Each parameter is
     drawn from a generator seeded by (``seed``, its name); without a seed, one is drawn from torch's global generator.
-    ``recompute``: "none" keeps all activations, "layer" keeps the state before each layer and runs the layer again in the backward,
-    to the same bits.
+    ``recompute``: "none" keeps all activations; "cheap" makes norms' outputs and gated products again in the backward, and no matrix
+    product; "layer" keeps the state before each layer and runs the layer again. All three give the same bits.
 
     Raises a ConfigError for a config that cannot be used, a ValueError for another ``recompute``.
     """

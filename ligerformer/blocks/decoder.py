@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..configs import ModelConfig, registry
 from ..generate import generate
-from ..kernels import dispatch
+from ..kernels import dispatch, remake
 from .cache import Cache
 from .layer import Layer, make
 from .state import AUX_LOSS, Context, State, documents_of, positions_of, shifted_labels
 
-Recompute = Literal["none", "layer"]
+Recompute = Literal["none", "cheap", "layer"]
 
 
 class Output(OrderedDict[str, Any]):
@@ -70,7 +70,12 @@ class Decoder(nn.Module):
 
     @property
     def recompute(self) -> Recompute:
-        """What the backward makes again: "none", or "layer". May be set; a ValueError for anything else."""
+        """What the backward makes again, to the same bits; may be set, a ValueError for anything else.
+
+        "none": all activations are kept. "cheap": of each layer, the normed inputs of products and the gated product, by pointwise kernels
+        alone; no matrix product runs twice. Under torch.compile, and within somebody else's ``saved_tensors_hooks`` (an outer
+        checkpoint's are such), these decide instead and "cheap" is "none". "layer": whole layers, from the state before each.
+        """
         return self._recompute
 
     @recompute.setter
@@ -131,12 +136,18 @@ class Decoder(nn.Module):
             if keep:
                 state = self.ends.settle(state)
                 streams.append(self.ends.hidden(state))
-            if self.recompute == "layer" and torch.is_grad_enabled() and ctx.cache is None:  # run twice, a layer would fill its cache twice
-                state = self._recomputed(layer, state, ctx)  # not settled: the same kernels as without recompute, so the same bits
-            else:
-                state = layer(state, ctx)
+            state = self._layer(layer, state, ctx)
         hidden = self.ends.collapse(state, self.final_norm)
         return _Final(hidden, state.shared), (*streams, hidden) if keep else None
+
+    def _layer(self, layer: nn.Module, state: State, ctx: Context) -> State:
+        if torch.is_grad_enabled() and ctx.cache is None:  # run twice, a layer would fill its cache twice
+            if self.recompute == "layer":
+                return self._recomputed(layer, state, ctx)  # not settled: the same kernels as without recompute, so the same bits
+            if self.recompute == "cheap" and remake.available():
+                with remake.scope():
+                    return layer(state, ctx)
+        return layer(state, ctx)
 
     @staticmethod
     def _recomputed(layer: nn.Module, state: State, ctx: Context) -> State:

@@ -27,6 +27,10 @@ class BlockConfig(Config):
         """Bytes per token that the forward keeps for the backward, in activations of ``dtype_bytes``."""
         return 0.0
 
+    def remade_bytes(self, model: ModelConfig, dtype_bytes: int) -> float:
+        """Bytes per token that ``recompute="cheap"`` makes again in the backward: of ``saved_bytes``, or (a norm) of the residual's."""
+        return 0.0
+
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig(BlockConfig):

@@ -38,6 +38,9 @@ class RMSNormConfig(NormConfig):
     def num_params(self, model: ModelConfig, size: int | None = None) -> int:
         return size or model.hidden_size
 
+    def remade_bytes(self, model: ModelConfig, dtype_bytes: int) -> float:
+        return float(dtype_bytes * model.hidden_size)  # its output
+
 
 @registry.config("attention", "softmax_attention")
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,9 @@ class GatedMLPConfig(BlockConfig):
 
     def saved_bytes(self, model: ModelConfig, seq_len: int, dtype_bytes: int) -> float:
         return 3.0 * dtype_bytes * self.intermediate_size  # gate and up, and their product for the down projection's gradient
+
+    def remade_bytes(self, model: ModelConfig, dtype_bytes: int) -> float:
+        return float(dtype_bytes * self.intermediate_size)  # the product
 
 
 @registry.config("residual", "add")

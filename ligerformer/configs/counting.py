@@ -81,7 +81,7 @@ def training_memory(
     *,
     dtype_bytes: int = 2,
     state_bytes: int = 2,
-    recompute: Literal["none", "layer"] = "none",
+    recompute: Literal["none", "cheap", "layer"] = "none",
     chunk_bytes: int = GIB,
 ) -> TrainingMemory:
     """Memory of one AdamW step at ``batch`` x ``seq_len`` tokens on one device.
@@ -95,6 +95,13 @@ def training_memory(
     per_layer = [_layer_saved_bytes(model, model.layer(i), seq_len, dtype_bytes) for i in range(model.num_layers)]
     if recompute == "layer":
         activations = tokens * (model.residual.stream_bytes(model, dtype_bytes) * model.num_layers + max(per_layer))
+    elif recompute == "cheap":
+        normed, inner = zip(
+            *(_layer_remade_bytes(model, model.layer(i), seq_len, dtype_bytes) for i in range(model.num_layers)), strict=True
+        )
+        remade = sum(map(sum, normed)) + sum(map(sum, inner))
+        transient = max(map(max, normed)) + max(map(max, inner))  # one of each stands at a time
+        activations = tokens * (sum(per_layer) - remade + transient)
     else:
         activations = tokens * sum(per_layer)
     activations += tokens * (2 * width + 8)  # the last stream, its normed form; ids and labels
@@ -107,3 +114,10 @@ def training_memory(
 def _layer_saved_bytes(model: ModelConfig, layer: LayerConfig, seq_len: int, dtype_bytes: int) -> float:
     blocks = [*_branches(layer), *_norms(layer), *[model.residual] * len(layer.sublayers)]
     return sum(block.saved_bytes(model, seq_len, dtype_bytes) for block in blocks)
+
+
+def _layer_remade_bytes(model: ModelConfig, layer: LayerConfig, seq_len: int, dtype_bytes: int) -> tuple[list[float], list[float]]:
+    """What ``recompute="cheap"`` makes again: each sublayer's normed input (of the residual's count), and what is inside each branch."""
+    kept = model.residual.saved_bytes(model, seq_len, dtype_bytes)
+    normed = 0.0 if layer.norm is None else min(layer.norm.remade_bytes(model, dtype_bytes), kept)
+    return [normed] * len(layer.sublayers), [block.remade_bytes(model, dtype_bytes) for block in _branches(layer)]

@@ -123,12 +123,12 @@ def use(mode: Mode) -> Iterator[None]:
 def explain(*, reset: bool = False) -> str:
     """A table of what ran since the start (or the last reset): op, direction, implementation, number of calls, why.
 
-    The backward of a reference (of a library's attention too), where
+    "remade" counts outputs that a backward made again rather than kept. The backward of a reference (of a library's attention too), where
     there was one, ran in plain torch; it is listed with its forward and not counted.
     """
     rows = [("op", "direction", "implementation", "calls", "why")]
     for (op, direction, implementation, why), calls in sorted(_ran.items()):
-        if implementation != "triton":
+        if implementation != "triton" and direction == "forward":
             direction = "forward (backward in plain torch)"
         rows.append((op, direction, implementation, str(calls), why))
     if reset:

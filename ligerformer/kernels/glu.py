@@ -8,7 +8,8 @@ The activation is rounded to the gate's dtype before it multiplies, as in eager 
 bit-identical to ``silu(gate) * up``. (GELU is as exact, but eager's ``1 + tanh`` cancels for negative x, so that bits differ.)
 
 Cost: the forward reads gate and up and writes the product, 3 passes over (rows, width). The backward reads the incoming gradient,
-gate and up and writes two gradients, 5 passes. Saved for the backward: the inputs alone; the activation is computed again.
+gate and up and writes two gradients, 5 passes. Saved for the backward: the inputs alone; the activation is computed again,
+and the product where it would otherwise be kept for what follows (``remake.py``).
 The packed forms read both halves of one tensor in place and write both gradients into one tensor.
 """
 
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import checks, dispatch, library
+from . import checks, dispatch, library, remake
 from ._rows import as_rows
 from ._triton import cdiv, launch, next_power_of_2, on_device, tl, triton
 
@@ -234,10 +235,19 @@ _glu_backward = library.define(
     _backward,
     _backward_fake,
 )
+_glu_remake = library.define(
+    "glu_remake(Tensor gate, Tensor up, str activation) -> Tensor",
+    lambda gate, up, activation: _launch_forward(as_rows(gate), as_rows(up), _forward_fake(gate, up, activation), activation),
+    _forward_fake,
+)
 _glu_packed_forward = library.define("glu_packed_forward(Tensor gate_up, str activation) -> Tensor", _packed_forward, _packed_forward_fake)
 _glu_packed_backward = library.define(
     "glu_packed_backward(Tensor grad, Tensor gate_up, str activation) -> Tensor", _packed_backward, _packed_backward_fake
 )
+
+
+def _packed_remake(gate_up: Tensor, activation: Activation) -> Tensor:
+    return _glu_remake(*gate_up.chunk(2, dim=-1), activation)
 
 
 class _Glu(torch.autograd.Function):
@@ -245,7 +255,10 @@ class _Glu(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return _glu_forward(gate, up, activation)
+        out = _glu_forward(gate, up, activation)
+        if any(ctx.needs_input_grad):
+            remake.declare(out, _OP[activation], "triton", _glu_remake, (gate, up), activation)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -261,7 +274,10 @@ class _GluPacked(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation = activation
-        return _glu_packed_forward(gate_up, activation)
+        out = _glu_packed_forward(gate_up, activation)
+        if ctx.needs_input_grad[0]:
+            remake.declare(out, _OP[activation] + "_packed", "triton", _packed_remake, (gate_up,), activation)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -277,12 +293,26 @@ def _unsupported(gate: Tensor, up: Tensor, activation: Activation) -> str | None
     return None if up.dtype in dispatch.TRITON_DTYPES else f"up is {up.dtype}, which is served by the reference alone"
 
 
+def _plain(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    out = _glu_reference(gate, up, activation)
+    if out.requires_grad:
+        remake.declare(out, _OP[activation], "reference", _glu_reference, (gate, up), activation)
+    return out
+
+
+def _packed_plain(gate_up: Tensor, activation: Activation) -> Tensor:
+    out = _glu_packed_reference(gate_up, activation)
+    if out.requires_grad:
+        remake.declare(out, _OP[activation] + "_packed", "reference", _glu_packed_reference, (gate_up,), activation)
+    return out
+
+
 def _op(name: str) -> dispatch.Op:
-    return dispatch.Op(name, _glu_reference, _Glu.apply, _unsupported)
+    return dispatch.Op(name, _plain, _Glu.apply, _unsupported)
 
 
 def _packed_op(name: str) -> dispatch.Op:
-    return dispatch.Op(name, _glu_packed_reference, _GluPacked.apply)
+    return dispatch.Op(name, _packed_plain, _GluPacked.apply)
 
 
 _SWIGLU, _GEGLU, _SWIGLU_PACKED, _GEGLU_PACKED = _op("swiglu"), _op("geglu"), _packed_op("swiglu_packed"), _packed_op("geglu_packed")

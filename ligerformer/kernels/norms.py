@@ -9,7 +9,7 @@ end (Gemma).
 Cost: the forward reads x and writes y, 2 passes over (rows, width); the backward reads x and the incoming gradient and writes dx, 3
 passes. The add costs 2 more in the forward (residual in, sum out) and 1 in the backward (the sum's gradient, folded into dx).
 Rows wider than 8192 (16384 in the forward) are read twice. Saved for the backward: x (the sum, with the add), the weight, and one
-fp32 number a row.
+fp32 number a row; from these y can be made again (``remake.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import checks, dispatch, library
+from . import checks, dispatch, library, remake
+from .norms_remake import rms_norm_remake
 from .norms_triton import launch_backward, launch_forward
 
 Casting = Literal["input", "fp32"]
@@ -148,6 +149,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool) -> Tensor:
         y, rstd = _rms_norm_forward(x, weight, eps, offset, round_first)
+        remake.declare(y, "rms_norm", "triton", rms_norm_remake, (x, weight, rstd), y.dtype, offset, round_first)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
         return y
@@ -167,6 +169,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool
     ) -> tuple[Tensor, Tensor]:
         y, summed, rstd = _add_rms_norm_forward(x, residual, weight, eps, offset, round_first)
+        remake.declare(y, "add_rms_norm", "triton", rms_norm_remake, (summed, weight, rstd), y.dtype, offset, round_first)
         ctx.save_for_backward(summed, weight, rstd)
         ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
         ctx.set_materialize_grads(False)  # a gradient that nobody sent costs no pass
@@ -212,9 +215,23 @@ def fp64_among(*tensors: Tensor | None) -> str | None:
     return None
 
 
-_rms_norm = dispatch.Op("rms_norm", _rms_norm_reference, _rms_norm_triton, lambda x, weight, *options: fp64_among(weight))
+def _rms_norm_plain(x: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
+    y = _rms_norm_reference(x, weight, *options)
+    if y.requires_grad:
+        remake.declare(y, "rms_norm", "reference", _rms_norm_reference, (x, weight), *options)
+    return y
+
+
+def _add_rms_norm_plain(x: Tensor, residual: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    y, summed = _add_rms_norm_reference(x, residual, weight, *options)
+    if y.requires_grad:
+        remake.declare(y, "add_rms_norm", "reference", _rms_norm_reference, (summed, weight), *options)
+    return y, summed
+
+
+_rms_norm = dispatch.Op("rms_norm", _rms_norm_plain, _rms_norm_triton, lambda x, weight, *options: fp64_among(weight))
 _add_rms_norm = dispatch.Op(
-    "add_rms_norm", _add_rms_norm_reference, _add_rms_norm_triton, lambda x, residual, weight, *options: fp64_among(residual, weight)
+    "add_rms_norm", _add_rms_norm_plain, _add_rms_norm_triton, lambda x, residual, weight, *options: fp64_among(residual, weight)
 )
 
 

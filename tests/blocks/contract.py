@@ -213,14 +213,15 @@ def finite_gradients(config: ModelConfig, device: str) -> None:
 
 
 def recomputation(config: ModelConfig, device: str) -> None:
-    """Recomputed layers give the same bits, loss and gradients, by ``recompute`` and by hand; a reentrant checkpoint drops no gradient."""
+    """Every ``recompute``, and layers recomputed by hand, give the same bits, loss and gradients; a reentrant checkpoint drops no gradient."""
     ids = tokens(device=device)
     model = made(config, device)
     plain_loss = model(ids, ids).loss
     expected = gradients(model, plain_loss)
-    model.recompute = "layer"
-    recomputed = model(ids, ids).loss
-    for loss in (recomputed, loss_by_hand(model, ids, use_reentrant=False), loss_by_hand(model, ids, use_reentrant=None)):
+    recomputed = []
+    for model.recompute in ("cheap", "layer"):
+        recomputed.append(model(ids, ids).loss)
+    for loss in (*recomputed, loss_by_hand(model, ids, use_reentrant=False), loss_by_hand(model, ids, use_reentrant=None)):
         assert torch.equal(loss, plain_loss)
         for name, gradient in gradients(model, loss).items():
             assert torch.equal(gradient, expected[name]), name

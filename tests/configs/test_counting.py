@@ -71,6 +71,18 @@ def test_activations_grow_with_tokens_and_shrink_with_recompute():
     assert recomputed.activations == pytest.approx(layers / 3 + 64 * (3 * 2 * 2 * 24 + 2 * 2 * 24 + 8))
 
 
+def test_cheap_recompute_keeps_one_normed_input_and_one_gated_product():
+    config = ModelConfig.from_dict(plain())
+    stored, cheap = (config.training_memory(1, 64, recompute=r).activations for r in ("none", "cheap"))
+    assert stored - cheap == 64 * 2 * (3 * (2 * 24 + 40) - (24 + 40))  # three layers' two normed inputs and a product, less one of each
+    without = config.replace("layers.main.norm", None)
+    stored, cheap = (without.training_memory(1, 64, recompute=r).activations for r in ("none", "cheap"))
+    assert stored - cheap == 64 * 2 * (3 * 40 - 40)
+    streams = config.replace("residual", {"type": "mhc", "streams": 2})
+    stored, cheap = (streams.training_memory(1, 64, recompute=r).activations for r in ("none", "cheap"))
+    assert stored - cheap == 64 * 2 * (3 * (2 * 24 + 40) - (24 + 40))
+
+
 def test_the_head_keeps_at_most_its_chunk_of_logits():
     config = ModelConfig.from_dict(plain())
     small = config.training_memory(64, 64, chunk_bytes=1000)

@@ -25,7 +25,7 @@ from triton.runtime import driver
 from ligerformer.kernels import _triton, dispatch
 
 from .cases import CASES, Case, HollowDraw
-from .harness import Inputs, draw, run
+from .harness import Inputs, draw, remade, run
 
 TARGETS = {  # device facts: (A100, H100, B200), (MI250X, one die; MI300X)
     "cuda:80": _triton.DeviceInfo("cuda", 80, 108),
@@ -35,6 +35,7 @@ TARGETS = {  # device facts: (A100, H100, B200), (MI250X, one die; MI300X)
     "hip:gfx942": _triton.DeviceInfo("hip", "gfx942", 304, 64),
 }
 ROWS = (2, 15, 16, 17, 4095, 4096, 4097)
+REMADE = {"rms_norm", "add_rms_norm"}  # ops with a kernel of their own for it
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -92,6 +93,13 @@ def walk(case: Case, dtype: torch.dtype) -> list[Inputs]:
     return [draw(size, 7 if size is case else 64, dtype, "cpu", kind=HollowDraw) for size in sizes]
 
 
+def run_all(case: Case, inputs: Inputs) -> None:
+    """Everything that the case launches: forward, backward, and making the output again."""
+    run(case.op, inputs, "triton")
+    if case.op in REMADE:
+        remade(case.op, inputs, "triton")
+
+
 def compile_all(target: str) -> list[Compiled]:
     """Every distinct kernel of every case: bf16, and fp32 for the first case of each op."""
     found: dict[Any, Compiled] = {}
@@ -112,7 +120,7 @@ def compile_all(target: str) -> list[Compiled]:
         for case in CASES:
             for dtype in [torch.bfloat16, *([torch.float32] if case.op not in first_of_op else [])]:
                 for inputs in walk(case, dtype):
-                    run(case.op, inputs, "triton")
+                    run_all(case, inputs)
             first_of_op.add(case.op)
     return list(found.values())
 

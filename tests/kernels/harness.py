@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ligerformer import kernels
+from ligerformer.kernels import remake
 
 from .cases import Case, Draw
 
@@ -119,6 +120,16 @@ def run(
         ends, arriving = grown(outputs, incoming(outputs))
         grads = torch.autograd.grad(ends, [inputs.named()[n] for n in wanted], arriving, materialize_grads=True)
     return Result(tuple(o.detach() for o in outputs), dict(zip(wanted, grads, strict=True)))
+
+
+def remade(op: str, inputs: Inputs, mode: str) -> list[tuple[Tensor, Tensor]]:
+    """Each output with what the backward of a consumer, ones times the output, was given for it within a scope of ``remake``."""
+    with kernels.use(mode), remake.scope():
+        outputs = [o for o in call(op, leaves(inputs, inputs.differentiable)) if o.requires_grad]
+        ones = [torch.ones_like(o, requires_grad=True) for o in outputs]
+        products = [one * o for one, o in zip(ones, outputs, strict=True)]
+    given = torch.autograd.grad(products, ones, [torch.ones_like(o) for o in outputs])
+    return [(o.detach(), g) for o, g in zip(outputs, given, strict=True)]
 
 
 def oracle(op: str, inputs: Inputs, **options: Any) -> Result:
