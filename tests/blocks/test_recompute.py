@@ -344,7 +344,7 @@ def _norm_and_product(mode: str, device: str) -> tuple[Tensor, Tensor, Tensor, T
 @each_mode
 @pytest.mark.parametrize("modified", ["input", "weight"])
 def test_an_input_modified_in_place_is_an_error(modified, mode, device):
-    _x, weight, matrix, middle, z = _norm_and_product(mode, device)
+    _, weight, matrix, middle, z = _norm_and_product(mode, device)
     with torch.no_grad():
         (middle if modified == "input" else weight).mul_(2.0)
     with pytest.raises(RuntimeError, match="rms_norm: an input was modified in place between forward and backward"):
@@ -354,7 +354,7 @@ def test_an_input_modified_in_place_is_an_error(modified, mode, device):
 @each_mode
 def test_another_kept_tensor_modified_in_place_is_an_error(mode, device):
     """Under hooks autograd does not look itself."""
-    x, _weight, matrix, _middle, z = _norm_and_product(mode, device)
+    x, _, matrix, _, z = _norm_and_product(mode, device)
     with torch.no_grad():
         matrix.mul_(2.0)
     with pytest.raises(RuntimeError, match=r"torch.float32 of shape \((5, 8|8, 5)\), was modified in place after the forward"):

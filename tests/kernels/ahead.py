@@ -93,6 +93,13 @@ def walk(case: Case, dtype: torch.dtype) -> list[Inputs]:
     return [draw(size, 7 if size is case else 64, dtype, "cpu", kind=HollowDraw) for size in sizes]
 
 
+def run_all(case: Case, inputs: Inputs) -> None:
+    """Everything that the case launches: forward, backward, and making the output again."""
+    run(case.op, inputs, "triton")
+    if case.op in REMADE:
+        remade(case.op, inputs, "triton")
+
+
 def compile_all(target: str) -> list[Compiled]:
     """Every distinct kernel of every case: bf16, and fp32 for the first case of each op."""
     found: dict[Any, Compiled] = {}
@@ -113,9 +120,7 @@ def compile_all(target: str) -> list[Compiled]:
         for case in CASES:
             for dtype in [torch.bfloat16, *([torch.float32] if case.op not in first_of_op else [])]:
                 for inputs in walk(case, dtype):
-                    run(case.op, inputs, "triton")
-                    if case.op in REMADE:
-                        remade(case.op, inputs, "triton")
+                    run_all(case, inputs)
             first_of_op.add(case.op)
     return list(found.values())
 

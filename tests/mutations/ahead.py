@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from ligerformer.kernels import _triton, dispatch
-from tests.kernels.ahead import TARGETS, TargetDriver, _variant
+from tests.kernels.ahead import TARGETS, TargetDriver, _variant, run_all
 from tests.kernels.cases import CASES, HollowDraw
-from tests.kernels.harness import draw, run
+from tests.kernels.harness import draw
 
 from .faults import FAULTS, Fault
 
@@ -40,7 +40,7 @@ def launches() -> list[Launch]:
     found: dict[tuple[str, str], Launch] = {}
     with _triton.observe_launches(lambda *launch: found.setdefault(_variant(*launch), launch)):
         for case in CASES:
-            run(case.op, draw(case, 7, torch.bfloat16, "cpu", kind=HollowDraw), "triton")
+            run_all(case, draw(case, 7, torch.bfloat16, "cpu", kind=HollowDraw))
     return list(found.values())
 
 

@@ -9,6 +9,7 @@ from .faults_loss import LOSS
 from .faults_mhc import MHC
 from .faults_model import MODEL
 from .faults_more_rows import MORE_ROWS
+from .faults_remake import REMAKE
 from .faults_rows import ROWS
 
-FAULTS: list[Fault] = [*ROWS, *MORE_ROWS, *LOSS, *DIVERGENCES, *ATTENTION, *MHC, *MODEL]
+FAULTS: list[Fault] = [*ROWS, *MORE_ROWS, *REMAKE, *LOSS, *DIVERGENCES, *ATTENTION, *MHC, *MODEL]
