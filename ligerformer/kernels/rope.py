@@ -33,7 +33,8 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rotated < x.shape[-1]:
         first, rest = x.split((rotated, x.shape[-1] - rotated), dim=-1)
         return torch.cat((_rotate_reference(first, cos, sin), rest), dim=-1)
-    return x * cos + x.roll(rotated // 2, -1) * sin
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 def _rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
