@@ -33,8 +33,11 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rotated < x.shape[-1]:
         first, rest = x.split((rotated, x.shape[-1] - rotated), dim=-1)
         return torch.cat((_rotate_reference(first, cos, sin), rest), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, first), dim=-1) * sin
+    if torch.compiler.is_compiling():  # roll is the fastest, but its traced strides are not those it has: a compiled backward fails on them
+        swapped = torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+    else:
+        swapped = x.roll(rotated // 2, -1)
+    return x * cos + swapped * sin
 
 
 def _rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
