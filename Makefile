@@ -58,7 +58,7 @@ test-all: lint
 	$(PYTEST) -m "not alone" $(ARGS)
 
 # In the interpreter that PYTHON names, whose torch knows the GPU; .venv holds a CPU build on many machines.
-RESULTS := benchmarks/results/gpu-$(shell date +%Y-%m-%d)
+RESULTS = benchmarks/results/$(shell nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr "A-Z " "a-z-")-$(shell date +%Y-%m-%d)
 bench:
 	$(PYTHON) -m benchmarks.run --out $(RESULTS)-kernels.json
 	$(PYTHON) benchmarks/train_step.py --out $(RESULTS)-llama-3.2-1b-4x4096.json

@@ -15,9 +15,14 @@ PAGE = ROOT / "docs" / "kernels.md"
 PEERS = ("torch", "compile", "liger", "quack", "cce", "flash", "cudnn", "FA4")
 
 
+def dated(path: pathlib.Path) -> str:
+    """The date in the name of a results file."""
+    return re.findall(r"\d{4}-\d\d-\d\d", path.name)[0]
+
+
 def latest() -> pathlib.Path:
     """The newest results file of the kernels."""
-    return max((ROOT / "benchmarks" / "results").glob("*-kernels.json"))
+    return max((ROOT / "benchmarks" / "results").glob("*-kernels.json"), key=dated)
 
 
 def _times(row: dict[str, Any], mode: str) -> str:

@@ -96,15 +96,16 @@ class CapturedStep:
     def _capture(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)  # the captured backward then makes the gradients, and each replay makes them again
         self._numbers = self._now()
-        self._graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.graph(self._graph, stream=self._stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
             self._loss = self._step().detach()
+        self._graph = graph  # not before: a capture that fails leaves nothing to replay
 
     def _now(self) -> list[dict[str, Any]]:
         """The optimizer's numbers, group by group: a graph holds them as they were."""
         groups = self.optimizer.param_groups
-        return [{k: v for k, v in group.items() if isinstance(v, (int, float, tuple)) and k != "params"} for group in groups]
+        return [{k: v for k, v in group.items() if isinstance(v, (int, float, tuple))} for group in groups]
 
     def _check_numbers(self) -> None:
         for before, now in zip(self._numbers, self._now(), strict=True):

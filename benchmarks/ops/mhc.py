@@ -1,8 +1,7 @@
 """mhc: coefficients, read and write of one sublayer. Least bytes, in elements of the width C a token with n streams of bf16:
 
 forward, write fused with the next statistics: the stream in once for the coefficients and the read, once for the write, and out
-(3n), the read's output and the branch's output (2): 3n + 2 = 14 for n = 4. In all, with the backward: 33 (17 more than the forward's
-least of 14 + 2 for the gradients that pass).
+(3n), the read's output and the branch's output (2): 3n + 2 = 14 for n = 4. The backward: 19 more.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ class FusedLinear(nn.Module):
     def __init__(self, in_features: int, parts: dict[str, int], *, bias: bool, std: float, packed: bool = True) -> None:
         super().__init__()
         self.in_features, self.parts, self.packed, self.std = in_features, dict(parts), packed, std
-        self.rows = tuple(parts.values())
         if packed:
             rows = sum(parts.values())
             self.weight = nn.Parameter(torch.empty(rows, in_features))
@@ -34,7 +33,7 @@ class FusedLinear(nn.Module):
         """The parts' products in order; views of one product where packed."""
         if not self.packed:
             return tuple(getattr(self, name)(x) for name in self.parts)
-        return self.product(x).split_with_sizes(self.rows, dim=-1)
+        return self.product(x).split_with_sizes(list(self.parts.values()), dim=-1)
 
     def product(self, x: Tensor) -> Tensor:
         """The packed product (..., sum of rows), parts one after another in the last dimension; only where packed."""

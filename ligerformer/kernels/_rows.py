@@ -18,7 +18,10 @@ WIDE_ROW = {"BLOCK_COLUMNS": 4096, "num_warps": 16}  # a program that walks one 
 
 @functools.lru_cache(maxsize=1024)
 def row_tile(width: int, device: DeviceInfo, elements: int = TILE, elements_per_thread: int = 16) -> dict[str, int]:
-    """Rows a program takes at a time, and its warps (one dict for all calls: not to be changed). 16 elements a thread are two 16-byte accesses in bf16."""
+    """Rows a program takes at a time, and its warps (one dict for all calls: not to be changed).
+
+    16 elements a thread are two 16-byte accesses in bf16.
+    """
     block_columns = next_power_of_2(width)
     block_rows = max(1, elements // block_columns)
     threads = min(MOST_THREADS, block_rows * block_columns // elements_per_thread)

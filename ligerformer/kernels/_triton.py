@@ -127,8 +127,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """Launch ``kernel`` on a 1-D (or wider) ``grid`` of programs; nothing is launched for an empty grid.
 
-    ``meta`` holds the kernel's constexpr arguments by name, in its order, and num_warps / num_stages. A launch like one before goes
-    straight to the compiled kernel, at half the host time.
+    ``meta`` holds the kernel's constexpr arguments by name, and num_warps / num_stages. A launch like one before goes straight to the
+    compiled kernel, past Triton's own look at every argument.
     """
     if 0 in grid:
         return

@@ -38,6 +38,7 @@ def attention_delta_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    """Each query's sum of d_out * out, which both backward kernels take off the gradient of its weights."""
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS % num_tiles
@@ -186,6 +187,7 @@ def attention_dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """dK and dV of one tile of keys: walks the tiles of queries that may see it, and in each the query heads of the group."""
     MASK_DIMS: tl.constexpr = HEAD_DIM != BLOCK_D
     DOCUMENTS: tl.constexpr = query_ids_ptr is not None
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -371,6 +373,7 @@ def attention_dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """dQ of one tile of queries of one head: walks the tiles of keys that it may see."""
     MASK_DIMS: tl.constexpr = HEAD_DIM != BLOCK_D
     DOCUMENTS: tl.constexpr = query_ids_ptr is not None
     query_start = host_or_device(query_start, query_start_ptr)

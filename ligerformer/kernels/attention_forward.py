@@ -131,6 +131,7 @@ def attention_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Output and log-sum-exp of one tile of queries: walks the tiles of keys at the edges of the mask, then the whole ones without it."""
     MASK_DIMS: tl.constexpr = HEAD_DIM != BLOCK_D
     DOCUMENTS: tl.constexpr = query_ids_ptr is not None
     query_start = host_or_device(query_start, query_start_ptr)

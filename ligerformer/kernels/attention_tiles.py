@@ -19,8 +19,9 @@ class Tiles(NamedTuple):
 
 
 # Tile sizes by kernel, then by (class of the device and dtype, head_dim up to). "half": fp16 and bf16; large: at least 160 KB of shared
-# memory a block (A100, Hopper; datacentre Blackwell takes Hopper's, but where it has its own); small: other NVIDIA GPUs (99 KB); hip: AMD, 64 KB. fp32 runs without tensor cores.
-# On Hopper eight warps are two groups of 64 rows: 64 rows of scores over eight warps are computed twice. Its tiles were timed on an H200.
+# memory a block (A100); small: other NVIDIA GPUs (99 KB); hip: AMD, 64 KB. fp32 runs without tensor cores.
+# On Hopper eight warps are two groups of 64 rows: 64 rows of scores over eight warps are computed twice. Its tiles were timed on an H200;
+# datacentre Blackwell takes them too, but where it has its own.
 _TILES: dict[str, dict[tuple[str, int], Tiles]] = {
     "forward": {
         ("large half", 64): Tiles(128, 128, 8, 3),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import library
+from ._rows import as_rows
 from ._triton import cdiv, device_info, launch, next_power_of_2, on_device, tl, triton
 from .dispatch import ran
 
@@ -145,18 +146,12 @@ def _tiles(rows: int, num_columns: int, itemsize: int, num_sms: int) -> tuple[in
     return block, cdiv(blocks, per_split), per_split
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(rows, V), columns next to each other: a view where the layout allows one."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 def _launch(
     x: Tensor, y: Tensor, labels: Tensor | None, scale: Tensor | None, upstream: Tensor | None, losses: bool, dx: Tensor | None,
     dy: Tensor | None, ignore_index: int, divisor: int, kind: str, beta: float, elementwise: bool,
 ) -> Tensor | None:  # fmt: skip
     """Run the kernel; the losses, (rows, V) or (rows, splits), where they are wanted."""
-    x, y = _rows(x), _rows(y)
+    x, y = as_rows(x), as_rows(y)
     rows, num_columns = x.shape
     block, splits, per_split = _tiles(rows, num_columns, max(x.element_size(), y.element_size()), device_info(x.device).num_sms)
     out = x.new_empty(rows, num_columns if elementwise else splits, dtype=torch.float32) if losses else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 # What is passed on as it is; anything else (a tensor of another class, a list) goes through the dispatcher.
-_PLAIN = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, int, float, bool, str, type(None)}
 _LIBRARY = torch.library.Library("ligerformer", "DEF")
 
 

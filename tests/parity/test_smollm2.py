@@ -164,16 +164,18 @@ def _has_fast_bf16() -> bool:
 
 
 LOADING = pytest.mark.xfail(
-    reason="loading in bf16 was measured from 0.77 to 1.3 of transformers' time, which maps the file where dtypes agree; 1.05 is the aim",
+    reason="loading in bf16 was measured from 0.77 to 1.35 of transformers' time, which maps the file where dtypes agree; 1.05 is the aim",
     strict=False,
 )
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("what", [pytest.param("loading", marks=LOADING), "prefill", "decoding", "training"])
-def test_no_slower_than_transformers(what: str, dtype: torch.dtype, folder: Path, ids: Tensor) -> None:
+@pytest.mark.parametrize("what", ["loading", "prefill", "decoding", "training"])
+def test_no_slower_than_transformers(what: str, dtype: torch.dtype, folder: Path, ids: Tensor, request: pytest.FixtureRequest) -> None:
     """Paired runs, their median; measured up to three times, as the machine may have been busy with something else."""
+    if what == "loading" and dtype == torch.bfloat16:
+        request.applymarker(LOADING)
     if what == "training" and dtype == torch.bfloat16 and not _has_fast_bf16():
         pytest.skip("this CPU has no fast bf16 products: a step takes minutes")
     theirs = oracle(folder, dtype, "sdpa")
